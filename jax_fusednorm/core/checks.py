@@ -1,0 +1,94 @@
+"""Argument checks. Every message names the op, the argument, what came, what was wanted and what to do."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+STORAGE = ("float32", "bfloat16", "float16")
+
+
+def fail(op, argument, got, wanted):
+    raise ValueError(f"{op}: `{argument}` is {got}, but {wanted}.")
+
+
+def _dtype_is(array, names):
+    return array.dtype.name in names
+
+
+def array(op, argument, value):
+    """`value` as a JAX array. A traced value is passed on as it is: converting it again can lose its sharding."""
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except TypeError as error:
+        fail(op, argument, f"a {type(value).__name__}", f"an array was wanted: {error}")
+
+
+def activation(op, argument, value):
+    """An array [..., D] with D >= 1, in float32, bfloat16 or float16 (or float64 under x64)."""
+    value = array(op, argument, value)
+    if not _dtype_is(value, (*STORAGE, "float64")):
+        fail(op, argument, f"{value.dtype}", f"one of {', '.join(STORAGE)} was wanted: cast it with `.astype`")
+    if value.ndim == 0:
+        fail(op, argument, "a scalar", "at least one axis was wanted, the last of which is normalized: reshape it to [1] or more")
+    if value.shape[-1] == 0:
+        fail(op, argument, f"of shape {list(value.shape)}", "the last axis is the one normalized and must hold at least one element")
+    return value
+
+
+def like(op, argument, value, first_argument, first):
+    """An array of the same shape and dtype as `first`."""
+    value = array(op, argument, value)
+    for what, got, wanted in (("dtype", value.dtype, first.dtype), ("shape", value.shape, first.shape)):
+        if got != wanted:
+            wanted = list(wanted) if what == "shape" else wanted
+            got = list(got) if what == "shape" else got
+            fail(op, argument, f"of {what} {got}", f"the {what} of `{first_argument}`, {wanted}, was wanted: "
+                 + ("cast one of the two" if what == "dtype" else "broadcast or reshape one of the two"))
+    return value
+
+
+def scale(op, argument, value, width):
+    """A float array [width], or None."""
+    if value is None:
+        return None
+    value = array(op, argument, value)
+    if not _dtype_is(value, (*STORAGE, "float64")):
+        fail(op, argument, f"{value.dtype}", f"one of {', '.join(STORAGE)} was wanted: cast it with `.astype`")
+    if value.shape != (width,):
+        fail(op, argument, f"of shape {list(value.shape)}", f"shape [{width}] was wanted, one value per normalized element")
+    return value
+
+
+def real(op, argument, value, at_least=-math.inf):
+    """A static number that is finite in the float32 the kernels get."""
+    if isinstance(value, jax.core.Tracer):
+        fail(op, argument, "a traced value", "a static number was wanted: pass a Python float, or mark it static in `jax.jit`")
+    try:
+        value = float(value)
+    except (TypeError, ValueError):
+        fail(op, argument, f"{value!r}", "a number was wanted")
+    if not (np.isfinite(np.float32(value)) and value >= at_least):
+        bound = f" and at least {at_least}" if at_least > -math.inf else ""
+        fail(op, argument, f"{value}", f"a number finite in float32{bound} was wanted")
+    return value
+
+
+def flag(op, argument, value):
+    if not isinstance(value, (bool, np.bool_)):
+        fail(op, argument, f"{value!r}", "True or False was wanted")
+    return bool(value)
+
+
+def option(op, argument, value, choices):
+    if value not in choices:
+        fail(op, argument, f"{value!r}", f"one of {', '.join(map(repr, choices))} was wanted")
+    return value
+
+
+def no_offset_without_scale(op, scale, scale_offset):
+    if scale is None and scale_offset:
+        fail(op, "scale_offset", f"{scale_offset}", "it needs a scale to be added to: pass `scale`, or leave it 0")

@@ -1,0 +1,111 @@
+"""The native libraries: finding, checking and registering them, and calling their kernels."""
+
+import ctypes
+import dataclasses
+import functools
+import pathlib
+import re
+import warnings
+
+import jax
+import numpy as np
+
+import jax_fusednorm
+
+# Counts changes of the handlers' operands, attributes or results; part of every target's name.
+ABI = 1
+_PLATFORM = {"host": "cpu"}  # the JAX platform each launcher's handlers are registered for
+_REBUILD = "reinstall with `pip install --force-reinstall --no-cache-dir jax_fusednorm` (in a checkout: `pip install -e .`)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """A launcher's native library: the kernels it brought (none if unusable), and a sentence about it."""
+
+    targets: frozenset
+    about: str
+    handle: ctypes.CDLL | None = None
+
+
+def target(launcher, kernel):
+    return f"jax_fusednorm_{launcher}_{kernel}_v{ABI}"
+
+
+def call(launcher, kernel, results, *operands, **attributes):
+    """The custom call of one kernel, for use while lowering. Floats are float32 attributes."""
+    attributes = {name: np.float32(value) if isinstance(value, float) else value for name, value in attributes.items()}
+    return jax.ffi.ffi_call(target(launcher, kernel), results)(*operands, **attributes)
+
+
+@functools.cache
+def library(launcher):
+    """Load, check and register a launcher's library, once. Never raises: a refused one warns, and jnp runs."""
+    if launcher not in _PLATFORM:
+        return Library(frozenset(), f"this version has no {launcher} kernels")
+    folder, path = _find(launcher)
+    if path is None:
+        return Library(frozenset(), _why_absent(folder, launcher))
+    try:
+        handle, targets, about = _load(launcher, path)
+    except _Refused as refusal:
+        about = f"the library of the {launcher} kernels, {path.name}, {refusal}"
+        warnings.warn(f"jax_fusednorm: {about}; running jnp instead. To fix it, {_REBUILD}.", stacklevel=2)
+        return Library(frozenset(), about)
+    for kernel in targets:
+        capsule = jax.ffi.pycapsule(getattr(handle, target(launcher, kernel)))
+        jax.ffi.register_ffi_target(target(launcher, kernel), capsule, platform=_PLATFORM[launcher])
+    return Library(frozenset(targets), about, handle)
+
+
+class _Refused(Exception):
+    """Completes the sentence "the library ...": why it is not used."""
+
+
+def _find(launcher):
+    """(the package's library folder, the library in it or None). An editable install has one folder more than the sources."""
+    folders = [pathlib.Path(p) / "lib" for p in jax_fusednorm.__path__]
+    for folder in folders:
+        for path in sorted(folder.glob(f"libjax_fusednorm_{launcher}.*")):
+            return folder, path
+    return next((f for f in folders if f.is_dir()), None), None
+
+
+def _why_absent(folder, launcher):
+    note = folder / "not-built.txt" if folder else None
+    reason = note.read_text().strip() if note and note.exists() else "it was installed without them"
+    return f"the {launcher} kernels are not built: {reason}"
+
+
+def _load(launcher, path):
+    try:
+        handle = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise _Refused(f"cannot be loaded ({error})") from None
+    try:
+        describe = handle.jax_fusednorm_describe
+    except AttributeError:
+        raise _Refused("carries no version stamp") from None
+    describe.restype = ctypes.c_char_p
+    stamp = dict(item.split("=", 1) for item in describe().decode().split(";"))
+    wanted = f"{jax_fusednorm.__version__} with ABI {ABI}"
+    if (stamp["version"], stamp["abi"]) != (jax_fusednorm.__version__, str(ABI)):
+        raise _Refused(f"is of version {stamp['version']} with ABI {stamp['abi']}, but the Python package is {wanted}")
+    newest = _runtime_ffi_minor()
+    if newest is not None and int(stamp["ffi"]) > newest:
+        # registering it would stop JAX's cpu backend from starting
+        raise _Refused(f"was built for XLA FFI 0.{stamp['ffi']}, newer than this jaxlib's 0.{newest}")
+    return handle, stamp["targets"].split(","), f"{path.name}, {stamp['about']}"
+
+
+def _runtime_ffi_minor():
+    header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    found = re.search(r"XLA_FFI_API_MINOR\s+(\d+)", header.read_text()) if header.exists() else None
+    return int(found[1]) if found else None
+
+
+def poison_outputs(on):
+    """For tests: from now on every kernel's results are filled with NaN before it runs, so that what it leaves out shows."""
+    for launcher in _PLATFORM:
+        handle = library(launcher).handle
+        if handle is not None:
+            handle.jax_fusednorm_poison_outputs(ctypes.c_int(bool(on)))

@@ -1,0 +1,149 @@
+"""What runs where, and why: the one place that chooses between the reference and a kernel."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+import os
+import warnings
+
+import jax
+from jax.interpreters import mlir
+
+from . import checks, ffi
+
+# The kernel builds that each platform can launch, best first. Every other platform runs the reference.
+LAUNCHERS = {"cpu": ("host",)}
+IMPLEMENTATIONS = ("auto", "jnp", "kernel", "host", "metal", "cuda")
+_VARIABLE = "JAX_FUSEDNORM_IMPLEMENTATION"
+
+
+def _initial():
+    value = os.environ.get(_VARIABLE) or "auto"
+    if value in IMPLEMENTATIONS:
+        return value
+    warnings.warn(f"jax_fusednorm: {_VARIABLE}={value!r} is none of {', '.join(IMPLEMENTATIONS)}; using 'auto'.", stacklevel=2)
+    return "auto"
+
+
+# A JAX user context is part of jit's cache key: a function traced under another default is traced again.
+_default = jax.make_user_context(_initial())
+
+
+def implementation(name):
+    """`with implementation("jnp"):` sets what ops called inside run, where they are not told by their own `implementation=`.
+
+    One of "auto" (a kernel where one is available, else jnp), "jnp" (the pure-jnp form), "kernel" (any kernel, else an
+    error), "host", "metal", "cuda" (that kernel, else an error). The default of the process is the environment variable
+    JAX_FUSEDNORM_IMPLEMENTATION as it was at import, else "auto".
+    """
+    return _default(checks.option("implementation", "name", name, IMPLEMENTATIONS))
+
+
+def requested(op, value):
+    """The `implementation=` of a call, or the default in force."""
+    return _default.value if value is None else checks.option(op, "implementation", value, IMPLEMENTATIONS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What one op runs on one platform. `runs` is "jnp", a kernel build, or None where the call is refused."""
+
+    runs: str | None
+    why: str
+
+    def __str__(self):
+        return f"{self.runs or 'error'}: {self.why}"
+
+
+def uncovered(avals):
+    """Why no kernel takes these operands, or None."""
+    for aval in avals:
+        if jax.numpy.issubdtype(aval.dtype, jax.numpy.floating) and aval.dtype.name not in checks.STORAGE:
+            return f"there is no {aval.dtype} kernel"
+        if any(isinstance(n, int) and n >= 2**31 for n in (*aval.shape, math.prod(aval.shape[:-1]))):
+            return f"shape {list(aval.shape)} needs more than 31 bits to count its rows or columns"
+
+
+def several_devices(ctx):
+    """Whether the call is seen whole here and cut over several devices later, which a custom call cannot be."""
+    axes = ctx.module_context.axis_context
+    if isinstance(axes, mlir.SPMDAxisContext):
+        return any(axes.mesh.shape[n] > 1 for n in set(axes.mesh.axis_names) - set(axes.manual_axes))
+    return getattr(axes, "num_devices", 1) != 1
+
+
+def choose(platforms, requested, avals, ctx):
+    """The Decision for a call lowered for `platforms`."""
+    def refused(why):
+        return Decision("jnp", why) if requested in ("auto", "jnp") else Decision(None, why)
+
+    if requested == "jnp":
+        return Decision("jnp", "asked for by implementation='jnp'")
+    launchers = LAUNCHERS.get(platforms[0], ()) if len(platforms) == 1 else ()
+    if requested not in ("auto", "kernel"):
+        if requested not in launchers:
+            return refused(f"the {requested} kernels cannot run on platform {'/'.join(platforms)}")
+        launchers = (requested,)
+    if not launchers:
+        return refused(f"there are no kernels for platform {'/'.join(platforms)}")
+    why_not = uncovered(avals)
+    if why_not:
+        return refused(why_not)
+    if requested == "auto" and ctx.module_context.lowering_parameters.for_export:
+        return Decision("jnp", "exported under implementation='auto'")
+    for launcher in launchers:
+        library = ffi.library(launcher)
+        if library.targets:
+            # XLA partitions the reference well; a custom call it would feed with gathered operands
+            if several_devices(ctx):
+                return Decision("jnp", f"the call is cut over {getattr(ctx.module_context.axis_context, 'num_devices', 'several')} devices")
+            return Decision(launcher, library.about)
+    return refused(library.about)
+
+
+_record = contextvars.ContextVar("jax_fusednorm_decisions", default=None)
+
+
+def decide(name, platforms, requested, avals, ctx, strict):
+    """choose(), recorded for explain(). `strict`: a refusal is an error, else the reference runs."""
+    decision = choose(platforms, requested, avals, ctx)
+    if decision.runs is None:
+        if not strict:
+            return Decision("jnp", decision.why)
+        if _record.get() is None:
+            raise NotImplementedError(
+                f"{name}: implementation={requested!r} was asked for, but {decision.why}. "
+                "Use implementation='auto' to run jnp there, or see `python -m jax_fusednorm info`.")
+    if _record.get() is not None:
+        _record.get().append(decision)
+    return decision
+
+
+@contextlib.contextmanager
+def _recording():
+    decisions = []
+    token = _record.set(decisions)
+    try:
+        yield decisions
+    finally:
+        _record.reset(token)
+
+
+def explain(op, *args, platforms=("cpu", "cuda", "rocm", "tpu", "mps"), **kwargs):
+    """What `op(*args, **kwargs)` would run on each platform, and why, without running it.
+
+    args: arrays or `jax.ShapeDtypeStruct`s. Returns {platform: Decision}; a Decision prints as "host: ..." or "jnp: ...".
+    Forward only; a derivative takes the same way and runs the reference where it has no kernel.
+
+    >>> print(explain(rms_norm, x, scale)["cpu"])
+    """
+    found = {}
+    for platform in platforms:
+        call = functools.partial(op, **kwargs)
+        with _recording() as decisions:
+            # a fresh function, so that no cached lowering answers in our place
+            jax.jit(lambda *a: call(*a)).trace(*args).lower(lowering_platforms=(platform,))
+        found[platform] = decisions[0] if decisions else Decision("jnp", "the call needs no kernel")
+    return found

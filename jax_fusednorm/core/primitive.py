@@ -1,0 +1,219 @@
+"""One declaration makes an op: three primitives with every rule.
+
+`Op(name, reference, ...)` builds `name`, `name_tangent` and `name_cotangent`. The last two are the op's linearization and
+its transpose, each the transpose of the other; by default they lower to jax.jvp and jax.vjp of the reference, so that no
+derivative is written by hand, and a kernel may be attached to any of the three.
+
+Axes are strings, one per array: "*" stands for any leading (row) axes, then a letter per axis. An array without "*" is
+shared by all rows; as a result it is a sum over rows.
+"""
+
+import functools
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from . import ffi, lowering
+
+
+def same_varying(*args):
+    """Give every operand the manual mesh axes that any of them varies over.
+
+    The transpose of this cast is the psum that sums a replicated scale's gradient inside shard_map.
+    """
+    varying = [jax.typeof(a).mat.varying for a in args]
+    union = frozenset().union(*varying)
+    return [jax.lax.pcast(a, tuple(sorted(union - v, key=str)), to="varying") if union - v else a
+            for a, v in zip(args, varying)]
+
+
+def _is_row(axes):
+    return axes.startswith("*")
+
+
+def _merge(operands, active, values):
+    """operands, with the active ones replaced by `values` in turn."""
+    values = iter(values)
+    return [next(values) if a else o for o, a in zip(operands, active)]
+
+
+def _only(items, active):
+    return [item for item, a in zip(items, active) if a]
+
+
+def _is_zero(t):
+    return type(t) is ad.Zero
+
+
+def _zeros_like_outputs(outs):
+    return [ad.Zero(jax.typeof(o).to_tangent_aval()) for o in outs]
+
+
+@functools.lru_cache(maxsize=None)
+def _jitted(primitive, params):
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _out_avals(reference, avals, params, mesh, x64, promotion):
+    out = jax.make_jaxpr(functools.partial(reference, **dict(params)))(*avals).out_avals
+    return [a.update(weak_type=False) for a in out]
+
+
+class _RowPrimitive:
+    """A primitive that works row by row, with its abstract eval, impl, batching and lowering rules.
+
+    reference(*operands, **params) -> results; axes(params) -> (operand axes, result axes);
+    kernel(call, *operands, **params) -> results, or None where the reference is all there is.
+    """
+
+    def __init__(self, name, reference, axes, kernel, strict):
+        self.name, self.reference, self.axes, self.kernel, self.strict = name, reference, axes, kernel, strict
+        self.primitive = p = Primitive(name)
+        p.multiple_results = True
+        p.def_abstract_eval(self._abstract)
+        p.def_impl(self._impl)
+        batching.fancy_primitive_batchers[p] = self._batch
+        mlir.register_lowering(p, self._lower)
+        for platform in lowering.LAUNCHERS:
+            mlir.register_lowering(p, functools.partial(self._lower, platforms=(platform,)), platform=platform)
+
+    def bind(self, *operands, **params):
+        return self.primitive.bind(*same_varying(*operands), **params)
+
+    def _abstract(self, *avals, **params):
+        # The reference's own: shapes, dtypes, shardings and varying axes agree by construction.
+        return _out_avals(self.reference, avals, tuple(sorted(params.items())), jax.sharding.get_abstract_mesh(),
+                          jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion)
+
+    def _impl(self, *operands, **params):
+        with jax.disable_jit(False):  # under disable_jit the jit below would come back here for ever
+            return _jitted(self.primitive, tuple(sorted(params.items())))(*operands)
+
+    def _batch(self, axis_data, operands, dims, **params):
+        operand_axes, result_axes = self.axes(params)
+        if all(d is None for d in dims):  # happens, and jacfwd needs the unmapped answer
+            out = self.bind(*operands, **params)
+            return out, [None] * len(out)
+        shared_is_mapped = any(not _is_row(a) and d is not None for a, d in zip(operand_axes, dims))
+        if shared_is_mapped or not all(map(_is_row, result_axes)):
+            out = jax.vmap(functools.partial(self.reference, **params), in_axes=tuple(dims),
+                           axis_size=axis_data.size)(*operands)
+        else:
+            out = self.bind(*(batching.bdim_at_front(o, d, axis_data.size, axis_data.explicit_mesh_axis) if _is_row(a) else o
+                              for o, d, a in zip(operands, dims, operand_axes)), **params)
+        return out, [0] * len(out)
+
+    def _lower(self, ctx, *operands, platforms=None, **params):
+        platforms = platforms or tuple(ctx.platforms or ctx.module_context.platforms)
+        body = functools.partial(self.reference, **params)
+        if self.kernel is not None or self.strict:
+            decision = lowering.decide(self.name, platforms, params["spec"].implementation, ctx.avals_in, ctx, self.strict)
+            if decision.runs not in (None, "jnp"):
+                body = functools.partial(self.kernel, functools.partial(ffi.call, decision.runs), **params)
+        return mlir.lower_fun(body, multiple_results=True)(ctx, *operands)
+
+
+class Op:
+    """An op and its derivatives.
+
+    reference(*operands, spec, mean) -> [results], the op's definition and its lowering where no kernel runs.
+    operands, results: axes strings; trailing ones may be absent in a call.
+    kernel(call, *operands, spec) -> [results]; `call` is core.ffi.call for the chosen launcher.
+    tangent_kernel, cotangent_kernel(call, *operands, *tangents or *cotangents, spec, active) -> results, optional.
+        active[i]: operand i has a tangent / its cotangent is wanted.
+    jvp(primals, tangents, spec) -> (results, tangents) or NotImplemented: takes the place of the op's own linearization.
+    spec: a frozen, hashable value with a field `implementation`.
+    """
+
+    def __init__(self, name, reference, *, operands, results, kernel=None, tangent_kernel=None, cotangent_kernel=None, jvp=None):
+        self.name, self.reference, self._own_jvp = name, reference, jvp
+        self._operands, self._results = operands, results
+        self.op = _RowPrimitive(name, reference, lambda params: (operands, results), kernel, strict=True)
+        self.tangent = _RowPrimitive(f"{name}_tangent", self._tangent_reference, self._tangent_axes, tangent_kernel, strict=False)
+        self.cotangent = _RowPrimitive(f"{name}_cotangent", self._cotangent_reference, self._cotangent_axes, cotangent_kernel,
+                                       strict=False)
+        ad.primitive_jvps[self.op.primitive] = self._jvp
+        for linear in (self.tangent, self.cotangent):
+            ad.primitive_jvps[linear.primitive] = functools.partial(self._linear_jvp, linear)
+        ad.primitive_transposes[self.tangent.primitive] = self._transpose_tangent
+        ad.primitive_transposes[self.cotangent.primitive] = self._transpose_cotangent
+
+    def bind(self, *operands, spec):
+        """Run the op. A None operand is left out."""
+        with jax.named_scope(f"jax_fusednorm.{self.name}"):
+            return self.op.bind(*(o for o in operands if o is not None), spec=spec)
+
+    # ---- the two derivatives by default: JAX's own of the reference ----
+
+    def _of_active(self, operands, spec, active):
+        def f(*values):
+            return self.reference(*_merge(operands, active, values), spec=spec)
+        return f, _only(operands, active)
+
+    def _tangent_reference(self, *args, spec, active):
+        n = len(active)
+        f, at = self._of_active(args[:n], spec, active)
+        return jax.jvp(f, at, list(args[n:]))[1]
+
+    def _cotangent_reference(self, *args, spec, active):
+        n = len(active)
+        f, at = self._of_active(args[:n], spec, active)
+        return list(jax.vjp(f, *at)[1](list(args[n:])))
+
+    def _tangent_axes(self, params):
+        operands = self._operands[:len(params["active"])]
+        return (*operands, *_only(operands, params["active"])), self._results
+
+    def _cotangent_axes(self, params):
+        operands = self._operands[:len(params["active"])]
+        return (*operands, *self._results), tuple(_only(operands, params["active"]))
+
+    # ---- differentiation rules ----
+
+    def _jvp(self, primals, tangents, *, spec):
+        if self._own_jvp is not None:
+            found = self._own_jvp(primals, tangents, spec)
+            if found is not NotImplemented:
+                return found
+        out = self.op.bind(*primals, spec=spec)
+        return out, self.push(primals, tangents, out, spec)
+
+    def push(self, primals, tangents, out, spec):
+        """The tangents of `out`. Symbolic zeros become a static mask: nothing is made of them."""
+        active = tuple(not _is_zero(t) for t in tangents)
+        if not any(active):
+            return _zeros_like_outputs(out)
+        return self.tangent.bind(*primals, *_only(tangents, active), spec=spec, active=active)
+
+    def _linear_jvp(self, linear, args, tangents, *, spec, active):
+        """tangent and cotangent are linear in their last operands and smooth in the first: second order runs the reference."""
+        n = len(active)
+        params = dict(spec=spec, active=active)
+        terms = []
+        if not all(map(_is_zero, tangents[n:])):
+            terms.append(linear.bind(*args[:n], *map(ad.instantiate_zeros, tangents[n:]), **params))
+        moving = [not _is_zero(t) for t in tangents[:n]]
+        if any(moving):
+            def f(*values):
+                return linear.reference(*_merge(args[:n], moving, values), *args[n:], **params)
+            terms.append(jax.jvp(f, _only(args[:n], moving), _only(tangents[:n], moving))[1])
+        out = linear.bind(*args, **params)
+        return out, ([functools.reduce(ad.add_jaxvals, t) for t in zip(*terms)] if terms else _zeros_like_outputs(out))
+
+    def _transpose_tangent(self, cotangents, *args, spec, active):
+        n = len(active)
+        if all(map(_is_zero, cotangents)):
+            return [None] * len(args)
+        wanted = [ad.is_undefined_primal(t) for t in args[n:]]  # a tangent may also be a known value
+        mask = tuple(map(bool, _merge([False] * n, active, wanted)))
+        out = iter(self.cotangent.bind(*args[:n], *map(ad.instantiate_zeros, cotangents), spec=spec, active=mask))
+        return [None] * n + [next(out) if w else None for w in wanted]
+
+    def _transpose_cotangent(self, cotangents, *args, spec, active):
+        n = len(active)
+        if all(map(_is_zero, cotangents)):
+            return [None] * len(args)
+        out = self.tangent.bind(*args[:n], *map(ad.instantiate_zeros, cotangents), spec=spec, active=active)
+        return [None] * n + [o if ad.is_undefined_primal(c) else None for o, c in zip(out, args[n:])]

@@ -1,0 +1,48 @@
+// Storage types and vector loads. All arithmetic is float; T is only read and written.
+#pragma once
+#include <metal_stdlib>
+using namespace metal;
+#pragma METAL fp math_mode(safe)
+
+// Stands for the type of a scale that is not there: it reads as 1, and no memory is touched.
+struct ones {};
+
+// V elements of T moved as one load or store. The address must be a multiple of its alignment: the launcher picks V so.
+template <typename T, int V>
+struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Pack {
+  T v[V];
+};
+
+// V floats in registers.
+template <int V>
+struct Floats {
+  float v[V];
+};
+
+template <int V, typename T>
+inline Floats<V> load_pack(device const T* row, int i) {
+  const Pack<T, V> p = reinterpret_cast<device const Pack<T, V>*>(row)[i];
+  Floats<V> f;
+  UNROLL for (int k = 0; k < V; ++k) f.v[k] = float(p.v[k]);
+  return f;
+}
+
+template <int V>
+inline Floats<V> load_pack(device const ones*, int) {
+  Floats<V> f;
+  UNROLL for (int k = 0; k < V; ++k) f.v[k] = 1.0f;
+  return f;
+}
+
+template <int V, typename T>
+inline void store_pack(device T* row, int i, Floats<V> f) {
+  Pack<T, V> p;
+  UNROLL for (int k = 0; k < V; ++k) p.v[k] = T(f.v[k]);
+  reinterpret_cast<device Pack<T, V>*>(row)[i] = p;
+}
+
+// One round to nearest even to T, back in float.
+template <typename T>
+inline float rounded(float x) {
+  return float(T(x));
+}

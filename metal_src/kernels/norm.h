@@ -1,0 +1,34 @@
+// Pieces that the norm kernels share.
+#pragma once
+#include "params.h"
+#include "team.h"
+
+template <int V>
+inline Floats<V> zeros() {
+  Floats<V> f;
+  UNROLL for (int k = 0; k < V; ++k) f.v[k] = 0;
+  return f;
+}
+
+template <int V>
+inline float dot(Floats<V> a, Floats<V> b) {
+  float sum = 0;
+  UNROLL for (int k = 0; k < V; ++k) sum += a.v[k] * b.v[k];
+  return sum;
+}
+
+template <int V>
+inline Floats<V> add(Floats<V> a, Floats<V> b) {
+  UNROLL for (int k = 0; k < V; ++k) a.v[k] += b.v[k];
+  return a;
+}
+
+// s * r * (scale + offset). IN_T: both factors are rounded to T first (their product fits a float, so it is rounded once, by the store).
+template <typename T, bool IN_T, int V>
+inline Floats<V> scaled(Floats<V> s, float r, Floats<V> scale, float offset) {
+  UNROLL for (int k = 0; k < V; ++k) {
+    const float unit = s.v[k] * r, gain = scale.v[k] + offset;
+    s.v[k] = IN_T ? rounded<T>(unit) * rounded<T>(gain) : unit * gain;
+  }
+  return s;
+}

@@ -1,0 +1,165 @@
+#include "launch/host/launcher.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include "launch/host/entry.h"
+
+namespace host {
+namespace {
+
+struct Finders {
+  Finder at[LEVELS] = {};
+};
+
+std::map<std::string, Finders>& kernels() {
+  static std::map<std::string, Finders> all;
+  return all;
+}
+
+const char* const level_names[LEVELS] = {"v2", "v3", "v4"};
+
+// The best level of this processor; JAX_FUSEDNORM_HOST_LEVEL may lower it.
+Level best_level() {
+  Level best = V2;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) best = V3;
+  if (best == V3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    best = V4;
+  const char* wanted = std::getenv("JAX_FUSEDNORM_HOST_LEVEL");
+  for (int l = V2; wanted && l < best; ++l)
+    if (!std::strcmp(wanted, level_names[l])) best = Level(l);
+#endif
+  return best;
+}
+
+Level level() {
+  static const Level chosen = best_level();
+  return chosen;
+}
+
+}  // namespace
+
+Register::Register(const char* kernel, Level level, Finder finder) { kernels()[kernel].at[level] = finder; }
+
+}  // namespace host
+
+namespace launcher {
+namespace {
+
+namespace ffi = xla::ffi;
+using host::Entry;
+
+// A chunk smaller than this is done sooner than another thread wakes up.
+constexpr size_t chunk_bytes = 128 << 10;
+
+std::atomic<bool> poison{false};
+
+// Memory for the rows that a thread keeps; it grows to the widest row seen.
+float* scratch(size_t floats) {
+  struct Free {
+    void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
+  };
+  thread_local std::unique_ptr<float, Free> memory;
+  thread_local size_t size = 0;
+  if (size < floats) {
+    memory.reset();
+    size = 0;
+    memory.reset(new (std::align_val_t(64), std::nothrow) float[floats]);
+    if (memory) size = floats;
+  }
+  return memory.get();
+}
+
+// One launch under way. Chunks are claimed from a counter, and the caller claims too: it waits only for chunks that a running
+// worker holds, so that a pool whose threads all sit in handlers cannot deadlock. A worker that comes late finds nothing left,
+// and touches nothing of the caller's.
+struct Work {
+  Entry entry;
+  void* buffers[16];
+  size_t floats;
+  uint64_t teams, chunks;
+  std::atomic<uint64_t> next{0}, done{0};
+  std::atomic<bool> out_of_memory{false};
+  std::mutex mutex;
+  std::condition_variable finished;
+
+  void help() {
+    uint64_t mine = 0;
+    for (uint64_t i; (i = next.fetch_add(1)) < chunks; ++mine) {
+      float* memory = scratch(floats);
+      if (memory || !floats)
+        entry(buffers, memory, unsigned(teams * i / chunks), unsigned(teams * (i + 1) / chunks));
+      else
+        out_of_memory = true;
+    }
+    if (mine && done.fetch_add(mine) + mine == chunks) {
+      std::lock_guard<std::mutex> lock(mutex);
+      finished.notify_all();
+    }
+  }
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    finished.wait(lock, [this] { return done.load() == chunks; });
+  }
+};
+
+ffi::Error no_memory(const Launch& launch) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, spelled(launch) + ": no memory for the rows it keeps");
+}
+
+}  // namespace
+
+ffi::Error run(Context& pool, const Launch& launch) {
+  const auto found = host::kernels().find(launch.kernel);
+  const auto finder = found == host::kernels().end() ? nullptr : found->second.at[host::level()];
+  const Entry entry = finder ? finder(launch.variant) : nullptr;
+  if (!entry) return ffi::Error(ffi::ErrorCode::kUnimplemented, "the host library has no kernel " + spelled(launch));
+  if (poison)
+    for (int i = 0; i < launch.buffer_count; ++i)
+      if (launch.written[i]) std::memset(launch.buffers[i], 0xff, launch.buffer_bytes[i]);
+  if (launch.teams == 0) return ffi::Error::Success();
+
+  void* buffers[16];
+  std::copy(launch.buffers, launch.buffers + launch.buffer_count, buffers);
+  buffers[launch.buffer_count] = const_cast<void*>(launch.params);
+  const size_t floats = size_t(launch.kept) * launch.width;
+  const uint64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const uint64_t chunks = std::min({4 * threads, uint64_t(launch.teams), uint64_t(launch.teams) * launch.bytes / chunk_bytes});
+  if (threads == 1 || chunks <= 1) {
+    float* memory = scratch(floats);
+    if (floats && !memory) return no_memory(launch);
+    entry(buffers, memory, 0, launch.teams);
+    return ffi::Error::Success();
+  }
+  const auto work = std::make_shared<Work>();
+  work->entry = entry;
+  std::copy(buffers, buffers + launch.buffer_count + 1, work->buffers);
+  work->floats = floats;
+  work->teams = launch.teams;
+  work->chunks = chunks;
+  for (uint64_t t = 1; t < std::min(threads, chunks); ++t) pool.Schedule([work] { work->help(); });
+  work->help();
+  work->wait();
+  return work->out_of_memory ? no_memory(launch) : ffi::Error::Success();
+}
+
+std::string about() {
+#if defined(__x86_64__)
+  return std::string("compiled for x86-64-") + host::level_names[host::level()];
+#else
+  return "compiled for this machine's baseline";
+#endif
+}
+
+void poison_outputs(bool on) { poison = on; }
+
+}  // namespace launcher

@@ -1,0 +1,17 @@
+// Runs kernels on XLA's own intra-op thread pool: a team is one thread, and a task is a range of teams.
+#pragma once
+#include "launch/launch.h"
+#include "xla/ffi/api/ffi.h"
+
+#define LAUNCHER host
+#define BIND() xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>()
+
+namespace launcher {
+
+using Context = xla::ffi::ThreadPool;
+
+xla::ffi::Error run(Context& pool, const Launch& launch);
+std::string about();            // the build in use, for people
+void poison_outputs(bool on);   // tests: fill every result with NaN before the kernel runs
+
+}  // namespace launcher

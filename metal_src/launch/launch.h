@@ -1,0 +1,54 @@
+// What a handler asks of a launcher: one kernel, over a number of teams. Every library is built with one launcher, which defines
+// Context (what it needs of XLA) and run().
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+// A kernel's template arguments, in the order it declares them; the launcher adds the shape (V, R, SG, TEAMS).
+enum class Argument : uint8_t { False, True, Float, Bfloat, Half, Ones };
+
+inline Argument flag(bool value) { return value ? Argument::True : Argument::False; }
+
+struct Launch {
+  const char* kernel;
+  Argument variant[8] = {};
+  int variant_size = 0;
+  void* buffers[16];          // in the order of [[buffer(n)]]; the params come last
+  size_t buffer_bytes[16];
+  bool written[16];
+  int buffer_count = 0;
+  uint32_t teams;             // rows, or blocks of rows
+  uint32_t width;             // elements that a team shares
+  uint32_t kept;              // rows that a team keeps between its sweeps
+  size_t bytes;               // that one team moves
+  const void* params;
+  size_t params_bytes;
+
+  explicit Launch(const char* name) : kernel(name) {}
+  template <typename... A>
+  void specialize(A... arguments) { ((variant[variant_size++] = arguments), ...); }
+  // `teams` teams, each sharing `at.width` elements, moving `bytes` and keeping `rows_kept` rows.
+  template <typename Rows, typename Params>
+  void over(uint32_t count, const Rows& at, size_t bytes_a_team, uint32_t rows_kept, const Params& p) {
+    teams = count;
+    width = at.width;
+    bytes = bytes_a_team;
+    kept = rows_kept;
+    params = &p;
+    params_bytes = sizeof(p);
+  }
+  void bind(const void* data, size_t bytes, bool write) {
+    buffers[buffer_count] = const_cast<void*>(data);
+    buffer_bytes[buffer_count] = bytes;
+    written[buffer_count++] = write;
+  }
+};
+
+// The instantiation's name, as MSL text and messages spell it.
+inline std::string spelled(const Launch& launch) {
+  static const char* const words[] = {"false", "true", "float", "bfloat", "half", "ones"};
+  std::string name = std::string(launch.kernel) + "<";
+  for (int i = 0; i < launch.variant_size; ++i) name += (i ? ", " : "") + std::string(words[int(launch.variant[i])]);
+  return name + ">";
+}
