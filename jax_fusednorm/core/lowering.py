@@ -16,14 +16,14 @@ from . import checks, ffi
 # The kernel builds that each platform can launch, best first. Every other platform runs the reference.
 LAUNCHERS = {"cpu": ("host",)}
 IMPLEMENTATIONS = ("auto", "jnp", "kernel", "host", "metal", "cuda")
-_VARIABLE = "JAX_FUSEDNORM_IMPLEMENTATION"
+VARIABLE = "JAX_FUSEDNORM_IMPLEMENTATION"
 
 
 def _initial():
-    value = os.environ.get(_VARIABLE) or "auto"
+    value = os.environ.get(VARIABLE) or "auto"
     if value in IMPLEMENTATIONS:
         return value
-    warnings.warn(f"jax_fusednorm: {_VARIABLE}={value!r} is none of {', '.join(IMPLEMENTATIONS)}; using 'auto'.", stacklevel=2)
+    warnings.warn(f"jax_fusednorm: {VARIABLE}={value!r} is none of {', '.join(IMPLEMENTATIONS)}; using 'auto'.", stacklevel=2)
     return "auto"
 
 

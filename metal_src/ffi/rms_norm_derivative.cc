@@ -25,7 +25,7 @@ ffi::Error tangent(launcher::Context context, In x, ffi::RemainingArgs args, Out
   bind(launch, gain);
   bind(launch, gain_dot);
   bind(launch, normed_dot);
-  launch.over(at.rows, at, (3 + has_residual) * at.row_bytes, 2, params);
+  launch.over(at.rows, at, (3 + has_residual) * at.row_bytes, 0, params);
   return launcher::run(context, launch);
 }
 
@@ -62,7 +62,7 @@ ffi::Error cotangent(launcher::Context context, In x, ffi::RemainingArgs args, O
   bind(launch, s_bar);
   bind(launch, gain_bar);
   const size_t rows_a_team = teams ? at.rows / teams : 0;
-  launch.over(teams, at, rows_a_team * (3 + has_residual + has_sum) * at.row_bytes, 3, params);
+  launch.over(teams, at, rows_a_team * (3 + has_residual + has_sum) * at.row_bytes, 0, params);
   return launcher::run(context, launch);
 }
 

@@ -20,7 +20,7 @@ struct Launch {
   int buffer_count = 0;
   uint32_t teams;             // rows, or blocks of rows
   uint32_t width;             // elements that a team shares
-  uint32_t kept;              // rows that a team keeps between its sweeps
+  uint32_t kept;              // rows that a team keeps between its sweeps, where that takes memory of its own
   size_t bytes;               // that one team moves
   const void* params;
   size_t params_bytes;

@@ -7,7 +7,7 @@ inline Entry find_add_rms_norm(const Argument* a) {
       return with_flag<rounds<TYPE(t)> && present<TYPE(w)>>(a[2], [&](auto in_t) {
         return with_flag<rounds<TYPE(t)>>(a[3], [&](auto round_sum) {
           return with_flag<true>(a[4], [&](auto sum) {
-            return ENTRY((add_rms_norm<TYPE(t), TYPE(w), in_t.value, round_sum.value, sum.value, SHAPE>));
+            return ENTRY((add_rms_norm<TYPE(t), TYPE(w), in_t.value, round_sum.value, sum.value, SHAPE(KEPT)>));
           });
         });
       });

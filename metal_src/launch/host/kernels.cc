@@ -40,7 +40,11 @@ void entry(void* const* buffers, float* scratch, unsigned first, unsigned last) 
   run_teams<K>(K, std::make_index_sequence<buffers_of<K>(K)>{}, buffers, scratch, first, last);
 }
 
-#define SHAPE 1, 1, 1, 1  // V, R, SG, TEAMS: one element a load, rows kept, one thread a team
+// V, R, SG, TEAMS: one element a load, one thread a team, and R as the variants say: whether the second sweep is faster from a kept
+// row or from the operands, which lie in the cache.
+#define KEPT 1
+#define READ_AGAIN 0
+#define SHAPE(R) 1, R, 1, 1
 #define ENTRY(K) static_cast<Entry>(&entry<&K>)
 #define FINDER(name) const host::Register register_##name(#name, host::LEVEL, find_##name);
 #include VARIANTS

@@ -1,0 +1,36 @@
+"""What the nnx and linen modules share."""
+
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.dtypes import canonicalize_dtype
+from jax.nn import initializers
+
+
+def promote(dtype, scale, *arrays):
+    """The arrays in the dtype that Flax would compute in: `dtype`, or where it is None what they and the scale promote to.
+
+    The scale itself keeps its dtype: the ops take any, and a cast would be one more pass over it.
+    """
+    dtype = canonicalize_dtype(*arrays, scale, dtype=dtype)
+    return [jnp.asarray(a, dtype) for a in arrays]
+
+
+def initial_scale(scale_init, scale_offset):
+    """The initializer asked for, or one that makes scale + scale_offset one."""
+    return initializers.constant(1.0 - scale_offset) if scale_init is None else scale_init
+
+
+def has_kernel(module, x, mask):
+    """Whether the op computes what Flax's module is set to: the last axis alone, no mask, no mean over devices."""
+    def last(axes):
+        return tuple(np.atleast_1d(axes)) in ((-1,), (jnp.ndim(x) - 1,))
+    return (last(module.reduction_axes) and last(module.feature_axes) and mask is None and module.axis_name is None
+            and not jnp.iscomplexobj(x))
+
+
+def check_flax_path(module):
+    """Flax's own path knows none of the options that it has not."""
+    if module.scale_offset or not module.multiply_before_cast or module.implementation not in (None, "auto", "jnp"):
+        raise ValueError(
+            "RMSNorm: `scale_offset`, `multiply_before_cast=False` and a kernel asked for by `implementation` need the last "
+            "axis as the only reduction and feature axis, and no mask or axis_name: leave them at their defaults.")

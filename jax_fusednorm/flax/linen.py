@@ -1,0 +1,79 @@
+"""Flax linen modules over the ops."""
+
+from typing import Any, Callable
+
+import jax.numpy as jnp
+from flax import linen
+
+from ..ops.add_rms_norm import add_rms_norm
+from ..ops.rms_norm import rms_norm
+from . import common
+
+__all__ = ["AddRMSNorm", "RMSNorm"]
+
+
+class RMSNorm(linen.RMSNorm):
+    """flax.linen.RMSNorm on `jax_fusednorm.rms_norm`: the same fields, parameters and checkpoints, and three more options.
+
+    Equivalent to flax.linen.RMSNorm, whose own code it runs for what has no kernel (other reduction or feature axes,
+    axis_name, mask, force_float32_reductions=False).
+
+    Fields:
+      scale_init: the scale's initializer; by default what makes scale + scale_offset one.
+      scale_offset, multiply_before_cast, implementation: as in `rms_norm`.
+      the rest: as in flax.linen.RMSNorm. With dtype=None a bfloat16 input and a float32 scale give float32, as in Flax; set
+        dtype=jnp.bfloat16 to stay in bfloat16.
+    """
+
+    scale_init: Callable | None = None
+    scale_offset: float = 0.0
+    multiply_before_cast: bool = True
+    implementation: str | None = None
+
+    def __post_init__(self):
+        self.scale_init = common.initial_scale(self.scale_init, self.scale_offset)
+        super().__post_init__()
+
+    @linen.compact
+    def __call__(self, x, *, mask=None):
+        if not common.has_kernel(self, x, mask) or not self.force_float32_reductions:
+            common.check_flax_path(self)
+            return super().__call__(x, mask=mask)
+        scale = self.param("scale", self.scale_init, (jnp.shape(x)[-1],), self.param_dtype) if self.use_scale else None
+        x, = common.promote(self.dtype, scale, x)
+        return rms_norm(x, scale, epsilon=self.epsilon, scale_offset=self.scale_offset,
+                        multiply_before_cast=self.multiply_before_cast, implementation=self.implementation)
+
+
+class AddRMSNorm(linen.Module):
+    """`jax_fusednorm.add_rms_norm` with its scale: `normed, sum = AddRMSNorm()(x, residual)`.
+
+    A pre-norm block carries `sum` as its residual stream and feeds `normed` to its next layer.
+
+    Fields:
+      epsilon, scale_offset, multiply_before_cast, sum_rounding, return_sum, implementation: as in `add_rms_norm`.
+      dtype: what x and residual are cast to; None: what they and the scale promote to.
+      param_dtype: the scale's dtype.
+      use_scale: False for no scale.
+      scale_init: the scale's initializer; by default what makes scale + scale_offset one.
+    """
+
+    epsilon: float = 1e-6
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    use_scale: bool = True
+    scale_init: Callable | None = None
+    scale_offset: float = 0.0
+    multiply_before_cast: bool = True
+    sum_rounding: str = "float32"
+    return_sum: bool = True
+    implementation: str | None = None
+
+    @linen.compact
+    def __call__(self, x, residual):
+        init = common.initial_scale(self.scale_init, self.scale_offset)
+        scale = self.param("scale", init, (jnp.shape(x)[-1],), self.param_dtype) if self.use_scale else None
+        x, residual = common.promote(self.dtype, scale, x, residual)
+        return add_rms_norm(x, residual, scale, epsilon=self.epsilon, scale_offset=self.scale_offset,
+                            multiply_before_cast=self.multiply_before_cast, sum_rounding=self.sum_rounding,
+                            return_sum=self.return_sum, implementation=self.implementation)

@@ -1,0 +1,78 @@
+"""Flax nnx modules over the ops."""
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from ..ops.add_rms_norm import add_rms_norm
+from ..ops.rms_norm import rms_norm
+from . import common
+
+__all__ = ["AddRMSNorm", "RMSNorm"]
+
+
+class RMSNorm(nnx.RMSNorm):
+    """flax.nnx.RMSNorm on `jax_fusednorm.rms_norm`: the same arguments, parameters and checkpoints, and three more options.
+
+    Equivalent to flax.nnx.RMSNorm, whose own code it runs for what has no kernel (other reduction or feature axes,
+    axis_name, mask, a promote_dtype of one's own).
+
+    Args:
+      num_features: D, the size of the last axis.
+      scale_init: the scale's initializer; by default what makes scale + scale_offset one.
+      scale_offset, multiply_before_cast, implementation: as in `rms_norm`.
+      the rest: as in flax.nnx.RMSNorm. With dtype=None a bfloat16 input and a float32 scale give float32, as in Flax; set
+        dtype=jnp.bfloat16 to stay in bfloat16. The scale is used in its own dtype.
+    """
+
+    def __init__(self, num_features, *, scale_init=None, scale_offset=0.0, multiply_before_cast=True, implementation=None,
+                 rngs, **flax_options):
+        super().__init__(num_features, scale_init=common.initial_scale(scale_init, scale_offset), rngs=rngs, **flax_options)
+        self.scale_offset = scale_offset
+        self.multiply_before_cast = multiply_before_cast
+        self.implementation = implementation
+
+    def __call__(self, x, mask=None):
+        if not common.has_kernel(self, x, mask) or self.promote_dtype is not dtypes.promote_dtype:
+            common.check_flax_path(self)
+            return super().__call__(x, mask)
+        scale = self.scale[...] if self.use_scale else None
+        x, = common.promote(self.dtype, scale, x)
+        return rms_norm(x, scale, epsilon=self.epsilon, scale_offset=self.scale_offset,
+                        multiply_before_cast=self.multiply_before_cast, implementation=self.implementation)
+
+
+class AddRMSNorm(nnx.Module):
+    """`jax_fusednorm.add_rms_norm` with its scale: `normed, sum = AddRMSNorm(D, rngs=rngs)(x, residual)`.
+
+    A pre-norm block carries `sum` as its residual stream and feeds `normed` to its next layer.
+
+    Args:
+      num_features: D, the size of the last axis.
+      epsilon, scale_offset, multiply_before_cast, sum_rounding, return_sum, implementation: as in `add_rms_norm`.
+      dtype: what x and residual are cast to; None: what they and the scale promote to.
+      param_dtype: the scale's dtype.
+      use_scale: False for no scale.
+      scale_init: the scale's initializer; by default what makes scale + scale_offset one.
+      scale_metadata: metadata of the scale's nnx.Param, its sharding for one.
+      rngs: the key of the initializer.
+    """
+
+    def __init__(self, num_features, *, epsilon=1e-6, dtype=None, param_dtype=jnp.float32, use_scale=True, scale_init=None,
+                 scale_offset=0.0, multiply_before_cast=True, sum_rounding="float32", return_sum=True, implementation=None,
+                 rngs, scale_metadata=None):
+        self.num_features, self.dtype, self.param_dtype, self.use_scale = num_features, dtype, param_dtype, use_scale
+        if use_scale:
+            init = common.initial_scale(scale_init, scale_offset)
+            self.scale = nnx.Param(init(rngs.params(), (num_features,), param_dtype), **(scale_metadata or {}))
+        else:
+            self.scale = nnx.data(None)
+        self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
+        self.sum_rounding, self.return_sum, self.implementation = sum_rounding, return_sum, implementation
+
+    def __call__(self, x, residual):
+        scale = self.scale[...] if self.use_scale else None
+        x, residual = common.promote(self.dtype, scale, x, residual)
+        return add_rms_norm(x, residual, scale, epsilon=self.epsilon, scale_offset=self.scale_offset,
+                            multiply_before_cast=self.multiply_before_cast, sum_rounding=self.sum_rounding,
+                            return_sum=self.return_sum, implementation=self.implementation)
