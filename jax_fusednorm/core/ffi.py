@@ -57,6 +57,11 @@ def library(launcher):
     return Library(frozenset(targets), about, handle)
 
 
+def load_all():
+    for launcher in _PLATFORM:
+        library(launcher)
+
+
 class _Refused(Exception):
     """Completes the sentence "the library ...": why it is not used."""
 
