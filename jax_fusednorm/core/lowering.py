@@ -9,7 +9,6 @@ import os
 import warnings
 
 import jax
-from jax.interpreters import mlir
 
 from . import checks, ffi
 
@@ -66,18 +65,17 @@ def uncovered(avals):
             return f"shape {list(aval.shape)} needs more than 31 bits to count its rows or columns"
 
 
-def several_devices(ctx):
-    """Whether the call is seen whole here and cut over several devices later, which a custom call cannot be."""
-    axes = ctx.module_context.axis_context
-    if isinstance(axes, mlir.SPMDAxisContext):
-        return any(axes.mesh.shape[n] > 1 for n in set(axes.mesh.axis_names) - set(axes.manual_axes))
-    return getattr(axes, "num_devices", 1) != 1
+def may_use_kernels(requested):
+    """Whether a call may be lowered to a kernel at all. False for "auto" where the process's own platform has none."""
+    if requested == "auto":
+        return any(ffi.library(launcher).targets for launcher in LAUNCHERS.get(jax.default_backend(), ()))
+    return requested != "jnp"
 
 
-def choose(platforms, requested, avals, ctx):
-    """The Decision for a call lowered for `platforms`."""
+def choose(platforms, requested, ctx):
+    """The Decision for a call lowered for `platforms`, before its devices are looked at."""
     def refused(why):
-        return Decision("jnp", why) if requested in ("auto", "jnp") else Decision(None, why)
+        return Decision("jnp" if requested in ("auto", "jnp") else None, why)
 
     if requested == "jnp":
         return Decision("jnp", "asked for by implementation='jnp'")
@@ -88,7 +86,7 @@ def choose(platforms, requested, avals, ctx):
         launchers = (requested,)
     if not launchers:
         return refused(f"there are no kernels for platform {'/'.join(platforms)}")
-    why_not = uncovered(avals)
+    why_not = uncovered(ctx.avals_in)
     if why_not:
         return refused(why_not)
     if requested == "auto" and ctx.module_context.lowering_parameters.for_export:
@@ -96,9 +94,8 @@ def choose(platforms, requested, avals, ctx):
     for launcher in launchers:
         library = ffi.library(launcher)
         if library.targets:
-            # XLA partitions the reference well; a custom call it would feed with gathered operands
-            if several_devices(ctx):
-                return Decision("jnp", f"the call is cut over {getattr(ctx.module_context.axis_context, 'num_devices', 'several')} devices")
+            if not may_use_kernels(requested):
+                return refused(f"this process's default platform, {jax.default_backend()}, has no kernels")
             return Decision(launcher, library.about)
     return refused(library.about)
 
@@ -106,19 +103,26 @@ def choose(platforms, requested, avals, ctx):
 _record = contextvars.ContextVar("jax_fusednorm_decisions", default=None)
 
 
-def decide(name, platforms, requested, avals, ctx, strict):
-    """choose(), recorded for explain(). `strict`: a refusal is an error, else the reference runs."""
-    decision = choose(platforms, requested, avals, ctx)
-    if decision.runs is None:
-        if not strict:
-            return Decision("jnp", decision.why)
-        if _record.get() is None:
-            raise NotImplementedError(
-                f"{name}: implementation={requested!r} was asked for, but {decision.why}. "
-                "Use implementation='auto' to run jnp there, or see `python -m jax_fusednorm info`.")
+def decide(name, platforms, requested, ctx, place, strict):
+    """(choose(), and what place(launcher) makes of it for the devices in `ctx`), recorded for explain().
+
+    A call that no kernel can take is an error if it is `strict` and asked for one, else the reference runs. How the operands are
+    cut over devices is never an error: there the reference is what XLA knows how to cut.
+    """
+    decision, placed = choose(platforms, requested, ctx), None
+    if decision.runs not in (None, "jnp"):
+        placed = place(decision.runs)
+        if placed.why:
+            decision, placed = Decision("jnp", placed.why), None
+    if decision.runs is None and not strict:
+        decision = Decision("jnp", decision.why)
     if _record.get() is not None:
         _record.get().append(decision)
-    return decision
+    elif decision.runs is None:
+        raise NotImplementedError(
+            f"{name}: implementation={requested!r} was asked for, but {decision.why}. "
+            "Use implementation='auto' to run jnp there, or see `python -m jax_fusednorm info`.")
+    return decision, placed
 
 
 @contextlib.contextmanager

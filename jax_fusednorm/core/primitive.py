@@ -14,7 +14,13 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import ffi, lowering
+from . import ffi, lowering, sharding
+from .sharding import is_row
+
+try:  # there is no public way to have a mesh's devices while lowering, which custom_partitioning needs
+    from jax._src.dispatch import prim_requires_devices_during_lowering as _wants_devices
+except ImportError:  # pragma: no cover
+    _wants_devices = set()  # several Auto devices then run the reference
 
 
 def same_varying(*args):
@@ -26,10 +32,6 @@ def same_varying(*args):
     union = frozenset().union(*varying)
     return [jax.lax.pcast(a, tuple(sorted(union - v, key=str)), to="varying") if union - v else a
             for a, v in zip(args, varying)]
-
-
-def _is_row(axes):
-    return axes.startswith("*")
 
 
 def _merge(operands, active, values):
@@ -64,62 +66,80 @@ def _out_avals(reference, avals, params, mesh, x64, promotion):
 class _RowPrimitive:
     """A primitive that works row by row, with its abstract eval, impl, batching and lowering rules.
 
-    reference(*operands, **params) -> results; axes(params) -> (operand axes, result axes);
+    reference(*operands, mean, **params) -> results; axes(params) -> (operand axes, result axes); whole: the axes that are reduced;
     kernel(call, *operands, **params) -> results, or None where the reference is all there is.
+
+    It is two primitives of one name. The one with kernels asks for its devices while lowering, which JAX refuses to abstract
+    meshes and to programs of several meshes; so a call that can only run jnp binds the plain one.
     """
 
-    def __init__(self, name, reference, axes, kernel, strict):
-        self.name, self.reference, self.axes, self.kernel, self.strict = name, reference, axes, kernel, strict
-        self.primitive = p = Primitive(name)
+    def __init__(self, name, reference, axes, whole, kernel, strict):
+        self.name, self.reference, self.axes, self.whole, self.kernel, self.strict = name, reference, axes, whole, kernel, strict
+        self.plain = self._primitive(has_kernels=False)
+        self.with_kernels = self.plain if kernel is None else self._primitive(has_kernels=True)
+        self.primitives = {self.plain, self.with_kernels}
+
+    def _primitive(self, has_kernels):
+        p = Primitive(self.name)
         p.multiple_results = True
         p.def_abstract_eval(self._abstract)
-        p.def_impl(self._impl)
+        p.def_impl(functools.partial(self._impl, p))
         batching.fancy_primitive_batchers[p] = self._batch
-        mlir.register_lowering(p, self._lower)
-        for platform in lowering.LAUNCHERS:
-            mlir.register_lowering(p, functools.partial(self._lower, platforms=(platform,)), platform=platform)
+        mlir.register_lowering(p, functools.partial(self._lower, None))
+        if has_kernels:
+            _wants_devices.add(p)
+            for platform in lowering.LAUNCHERS:
+                mlir.register_lowering(p, functools.partial(self._lower, platform), platform=platform)
+        return p
 
     def bind(self, *operands, **params):
-        return self.primitive.bind(*same_varying(*operands), **params)
+        p = self.with_kernels if lowering.may_use_kernels(params["spec"].implementation) else self.plain
+        return p.bind(*same_varying(*operands), **params)
 
     def _abstract(self, *avals, **params):
         # The reference's own: shapes, dtypes, shardings and varying axes agree by construction.
         return _out_avals(self.reference, avals, tuple(sorted(params.items())), jax.sharding.get_abstract_mesh(),
                           jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion)
 
-    def _impl(self, *operands, **params):
+    def _impl(self, p, *operands, **params):
         with jax.disable_jit(False):  # under disable_jit the jit below would come back here for ever
-            return _jitted(self.primitive, tuple(sorted(params.items())))(*operands)
+            return _jitted(p, tuple(sorted(params.items())))(*operands)
 
     def _batch(self, axis_data, operands, dims, **params):
         operand_axes, result_axes = self.axes(params)
         if all(d is None for d in dims):  # happens, and jacfwd needs the unmapped answer
             out = self.bind(*operands, **params)
             return out, [None] * len(out)
-        shared_is_mapped = any(not _is_row(a) and d is not None for a, d in zip(operand_axes, dims))
-        if shared_is_mapped or not all(map(_is_row, result_axes)):
+        shared_is_mapped = any(not is_row(a) and d is not None for a, d in zip(operand_axes, dims))
+        if shared_is_mapped or not all(map(is_row, result_axes)):
             out = jax.vmap(functools.partial(self.reference, **params), in_axes=tuple(dims),
                            axis_size=axis_data.size)(*operands)
         else:
-            out = self.bind(*(batching.bdim_at_front(o, d, axis_data.size, axis_data.explicit_mesh_axis) if _is_row(a) else o
+            out = self.bind(*(batching.bdim_at_front(o, d, axis_data.size, axis_data.explicit_mesh_axis) if is_row(a) else o
                               for o, d, a in zip(operands, dims, operand_axes)), **params)
         return out, [0] * len(out)
 
-    def _lower(self, ctx, *operands, platforms=None, **params):
-        platforms = platforms or tuple(ctx.platforms or ctx.module_context.platforms)
+    def _lower(self, platform, ctx, *operands, **params):
+        platforms = (platform,) if platform else tuple(ctx.platforms or ctx.module_context.platforms)
+
+        def place(launcher):
+            body = functools.partial(self.kernel, functools.partial(ffi.call, launcher), **params)
+            return sharding.place(self, body, ctx, params)
+
         body = functools.partial(self.reference, **params)
         if self.kernel is not None or self.strict:
-            decision = lowering.decide(self.name, platforms, params["spec"].implementation, ctx.avals_in, ctx, self.strict)
-            if decision.runs not in (None, "jnp"):
-                body = functools.partial(self.kernel, functools.partial(ffi.call, decision.runs), **params)
+            decision, placed = lowering.decide(self.name, platforms, params["spec"].implementation, ctx, place, self.strict)
+            if placed is not None:
+                body, ctx = placed.body, placed.ctx
         return mlir.lower_fun(body, multiple_results=True)(ctx, *operands)
 
 
 class Op:
     """An op and its derivatives.
 
-    reference(*operands, spec, mean) -> [results], the op's definition and its lowering where no kernel runs.
-    operands, results: axes strings; trailing ones may be absent in a call.
+    reference(*operands, spec, mean) -> [results], the op's definition and its lowering where no kernel runs. `mean` is what it takes
+        means over the whole axes with.
+    operands, results: axes strings; trailing ones may be absent in a call. whole: the axes that are reduced.
     kernel(call, *operands, spec) -> [results]; `call` is core.ffi.call for the chosen launcher.
     tangent_kernel, cotangent_kernel(call, *operands, *tangents or *cotangents, spec, active) -> results, optional.
         active[i]: operand i has a tangent / its cotangent is wanted.
@@ -127,18 +147,20 @@ class Op:
     spec: a frozen, hashable value with a field `implementation`.
     """
 
-    def __init__(self, name, reference, *, operands, results, kernel=None, tangent_kernel=None, cotangent_kernel=None, jvp=None):
+    def __init__(self, name, reference, *, operands, results, whole="d", kernel=None, tangent_kernel=None, cotangent_kernel=None, jvp=None):
         self.name, self.reference, self._own_jvp = name, reference, jvp
         self._operands, self._results = operands, results
-        self.op = _RowPrimitive(name, reference, lambda params: (operands, results), kernel, strict=True)
-        self.tangent = _RowPrimitive(f"{name}_tangent", self._tangent_reference, self._tangent_axes, tangent_kernel, strict=False)
-        self.cotangent = _RowPrimitive(f"{name}_cotangent", self._cotangent_reference, self._cotangent_axes, cotangent_kernel,
-                                       strict=False)
-        ad.primitive_jvps[self.op.primitive] = self._jvp
-        for linear in (self.tangent, self.cotangent):
-            ad.primitive_jvps[linear.primitive] = functools.partial(self._linear_jvp, linear)
-        ad.primitive_transposes[self.tangent.primitive] = self._transpose_tangent
-        ad.primitive_transposes[self.cotangent.primitive] = self._transpose_cotangent
+        self.op = _RowPrimitive(name, reference, lambda params: (operands, results), whole, kernel, strict=True)
+        self.tangent = _RowPrimitive(f"{name}_tangent", self._tangent_reference, self._tangent_axes, whole, tangent_kernel,
+                                     strict=False)
+        self.cotangent = _RowPrimitive(f"{name}_cotangent", self._cotangent_reference, self._cotangent_axes, whole,
+                                       cotangent_kernel, strict=False)
+        for p in self.op.primitives:
+            ad.primitive_jvps[p] = self._jvp
+        for linear, transpose in ((self.tangent, self._transpose_tangent), (self.cotangent, self._transpose_cotangent)):
+            for p in linear.primitives:
+                ad.primitive_jvps[p] = functools.partial(self._linear_jvp, linear)
+                ad.primitive_transposes[p] = transpose
 
     def bind(self, *operands, spec):
         """Run the op. A None operand is left out."""
@@ -147,19 +169,19 @@ class Op:
 
     # ---- the two derivatives by default: JAX's own of the reference ----
 
-    def _of_active(self, operands, spec, active):
+    def _of_active(self, operands, active, **params):
         def f(*values):
-            return self.reference(*_merge(operands, active, values), spec=spec)
+            return self.reference(*_merge(operands, active, values), **params)
         return f, _only(operands, active)
 
-    def _tangent_reference(self, *args, spec, active):
+    def _tangent_reference(self, *args, active, **params):
         n = len(active)
-        f, at = self._of_active(args[:n], spec, active)
+        f, at = self._of_active(args[:n], active, **params)
         return jax.jvp(f, at, list(args[n:]))[1]
 
-    def _cotangent_reference(self, *args, spec, active):
+    def _cotangent_reference(self, *args, active, **params):
         n = len(active)
-        f, at = self._of_active(args[:n], spec, active)
+        f, at = self._of_active(args[:n], active, **params)
         return list(jax.vjp(f, *at)[1](list(args[n:])))
 
     def _tangent_axes(self, params):

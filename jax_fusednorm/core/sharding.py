@@ -1,0 +1,156 @@
+"""How a row primitive is lowered where its operands are, or may be, cut over several devices.
+
+Rows are independent, so a kernel can run on each device's own rows, if nobody gathers them first, which is what XLA does
+for a custom call it knows nothing of. Where axes are Explicit the cut is known and a shard_map says it; where they are Auto
+the partitioner says it later, to a custom_partitioning. The axis that is reduced runs the reference when it is cut.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+def is_row(axes):
+    return axes.startswith("*")
+
+
+def dims_of(axes, ndim):
+    """The names of an array's dimensions: "*d" with ndim 3 is ["*0", "*1", "d"]."""
+    letters = axes.lstrip("*")
+    return [f"*{i}" for i in range(ndim - len(letters))] * is_row(axes) + list(letters)
+
+
+def _names(entry):
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """What to lower, in which context; or why not, in `why`."""
+
+    body: object = None
+    ctx: object = None
+    why: str | None = None
+
+
+def place(primitive, body, ctx, params):
+    """`body`, the kernel on whole operands, made right for the devices of `ctx`."""
+    axes = ctx.module_context.axis_context
+    inside = isinstance(axes, mlir.SPMDAxisContext)
+    mesh = _mesh(ctx)
+    cut = {n: t for n, t, size in zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes) if size > 1}
+    explicit = frozenset(n for n, t in cut.items() if t == AxisType.Explicit)
+    auto = frozenset(n for n, t in cut.items() if t == AxisType.Auto)
+    if inside and not explicit and all(axes.mesh.shape[n] == 1 for n in set(axes.mesh.axis_names) - set(axes.manual_axes)):
+        return Placed(body, ctx)
+    if not inside and axes.num_devices == 1:
+        return Placed(body, ctx)
+    if not jax.config.jax_use_shardy_partitioner:
+        return Placed(why="the Shardy partitioner is off")
+    if explicit and not auto:
+        return _in_shard_map(primitive, ctx, params, mesh, explicit)
+    if inside:
+        return Placed(why="shard_map leaves Auto axes, whose shardings cannot be seen inside")
+    if axes.device_assignment is None:
+        return Placed(why="the devices are not known while lowering")
+    if axes.abstract_mesh is None:
+        # custom_partitioning reads shardings with the context's mesh, which jit has only from NamedSharding arguments
+        if mesh.empty or mesh.size != axes.num_devices:
+            return Placed(why=f"the call is cut over {axes.num_devices} devices without a mesh")
+        axes = dataclasses.replace(axes, abstract_mesh=mesh)
+        ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
+    return Placed(_in_custom_partitioning(primitive, ctx, params), ctx)
+
+
+def _mesh(ctx):
+    """The operands' own mesh: the ambient one is not set while jax 0.10 lowers under shard_map."""
+    for aval in ctx.avals_in:
+        if not aval.sharding.mesh.empty:
+            return aval.sharding.mesh
+    return jax.sharding.get_abstract_mesh()
+
+
+def _summed_over_rows(results, result_axes, row_mesh_axes):
+    """Results shared by all rows are sums over them: add up the devices' parts."""
+    return [jax.lax.psum(r, row_mesh_axes) if row_mesh_axes and not is_row(a) else r for r, a in zip(results, result_axes)]
+
+
+def _row_mesh_axes(on):
+    return tuple(name for dim, names in on.items() if dim.startswith("*") for name in names)
+
+
+def _spec(on, axes, ndim):
+    return PartitionSpec(*(on.get(dim) for dim in dims_of(axes, ndim)))
+
+
+def _in_shard_map(primitive, ctx, params, mesh, explicit):
+    operand_axes, result_axes = primitive.axes(params)
+    on = {}  # dimension -> the mesh axes it is cut over
+    for axes, aval in zip(operand_axes, ctx.avals_in):
+        for dim, entry in zip(dims_of(axes, aval.ndim), aval.sharding.spec):
+            if _names(entry):
+                on.setdefault(dim, _names(entry))
+    in_specs = tuple(_spec(on, a, v.ndim) for a, v in zip(operand_axes, ctx.avals_in))
+    out_specs = [_spec(on, a, v.ndim) for a, v in zip(result_axes, ctx.avals_out)]
+    if any(dim in on for dim in primitive.whole):
+        return Placed(why="the normalized axis is cut over devices")
+    as_they_are = [tuple(map(_names, v.sharding.spec)) for v in ctx.avals_in]
+    if as_they_are != [tuple(map(_names, s)) for s in in_specs]:
+        return Placed(why="the operands are cut in different ways")
+
+    def local(*operands):
+        return _summed_over_rows(primitive.bind(*operands, **params), result_axes, _row_mesh_axes(on))
+
+    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit), ctx)
+
+
+def _in_custom_partitioning(primitive, ctx, params):
+    operand_axes, result_axes = primitive.axes(params)
+    rows_decide = any(map(is_row, operand_axes))
+
+    def partition(mesh, operands, results):
+        on = {}
+        for axes, operand in zip(operand_axes, operands):
+            if is_row(axes) or not rows_decide:
+                for dim, entry in zip(dims_of(axes, len(operand.shape)), operand.sharding.spec):
+                    if _names(entry) and not any(set(_names(entry)) & set(other) for d, other in on.items() if d != dim):
+                        on.setdefault(dim, _names(entry))
+        across = tuple(name for dim in primitive.whole for name in on.get(dim, ()))
+
+        def local(*values):
+            # This may run in another thread or under the caller's mesh; it must see neither
+            with jax.sharding.use_abstract_mesh(_NO_MESH):
+                if across:
+                    def mean(v):
+                        return jax.lax.pmean(jnp.mean(v, axis=-1, keepdims=True), across)
+                    out = primitive.reference(*values, mean=mean, **params)
+                else:
+                    out = primitive.bind(*values, **params)
+                return tuple(_summed_over_rows(out, result_axes, _row_mesh_axes(on)))
+
+        def sharding(axes, value):
+            return NamedSharding(mesh, _spec(on, axes, len(value.shape)))
+
+        return (mesh, local, tuple(map(sharding, result_axes, results)), tuple(map(sharding, operand_axes, operands)))
+
+    whole = custom_partitioning(lambda *operands: tuple(primitive.reference(*operands, **params)))
+    whole.def_partition(partition=partition, sharding_rule=_rule(operand_axes, result_axes, ctx, rows_decide))
+    return lambda *operands: whole(*operands)
+
+
+def _rule(operand_axes, result_axes, ctx, rows_decide):
+    """Shardy's rule, e.g. "n0 d, n0 d, dp -> n0 d". A shared operand gets factors of its own: a scale cut over the rows' mesh axis,
+    as FSDP does, must neither fight with the rows nor spread to them."""
+    marks = iter("pqrstuvwxyz")
+
+    def factors(axes, aval):
+        mark = next(marks) if rows_decide and not is_row(axes) else ""
+        return " ".join(dim.replace("*", "n") + mark for dim in dims_of(axes, aval.ndim))
+
+    return (", ".join(map(factors, operand_axes, ctx.avals_in)) + " -> " + ", ".join(map(factors, result_axes, ctx.avals_out)))
