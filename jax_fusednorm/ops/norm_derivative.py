@@ -9,6 +9,8 @@ J v = r v - s r^3 / D sum(s v) is symmetric, so that
 Roundings count as the identity: float32 inside, one rounding for each result. Source: differentiation of the formula.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -42,8 +44,9 @@ def tangent_kernel(call, *args, spec, active, points=1):
 def cotangent_kernel(call, *args, spec, active, points=1):
     at, scale, cotangents = _split(args, active, points)
     x, width = at[0], at[0].shape[-1]
-    rows = x.size // width
-    partials = jax.ShapeDtypeStruct((min(rows, PARTIALS), width), jnp.float32)
+    rows = math.prod(x.shape[:-1])
+    teams = rows if isinstance(rows, int) and rows < PARTIALS else PARTIALS  # an exported batch size may be a symbol
+    partials = jax.ShapeDtypeStruct((teams, width), jnp.float32)
     wants_scale = any(active[points:])
     s_bar, *gain_bar = call("rms_norm_cotangent", [jax.ShapeDtypeStruct(x.shape, x.dtype), *[partials] * wants_scale],
                             *at, *cotangents, _gain(scale, width, spec),
