@@ -7,9 +7,10 @@ from flax import linen
 
 from ..ops.add_rms_norm import add_rms_norm
 from ..ops.rms_norm import rms_norm
+from ..ops.rms_norm_add import rms_norm_add
 from . import common
 
-__all__ = ["AddRMSNorm", "RMSNorm"]
+__all__ = ["AddRMSNorm", "RMSNorm", "RMSNormAdd"]
 
 
 class RMSNorm(linen.RMSNorm):
@@ -45,7 +46,27 @@ class RMSNorm(linen.RMSNorm):
                         multiply_before_cast=self.multiply_before_cast, implementation=self.implementation)
 
 
-class AddRMSNorm(linen.Module):
+class _ResidualNorm(linen.Module):
+    """A scale, and the options that the norms with a residual share."""
+
+    epsilon: float = 1e-6
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    use_scale: bool = True
+    scale_init: Callable | None = None
+    scale_offset: float = 0.0
+    multiply_before_cast: bool = True
+    implementation: str | None = None
+
+    def _apply(self, op, x, residual, **options):
+        init = common.initial_scale(self.scale_init, self.scale_offset)
+        scale = self.param("scale", init, (jnp.shape(x)[-1],), self.param_dtype) if self.use_scale else None
+        x, residual = common.promote(self.dtype, scale, x, residual)
+        return op(x, residual, scale, epsilon=self.epsilon, scale_offset=self.scale_offset,
+                  multiply_before_cast=self.multiply_before_cast, implementation=self.implementation, **options)
+
+
+class AddRMSNorm(_ResidualNorm):
     """`jax_fusednorm.add_rms_norm` with its scale: `normed, sum = AddRMSNorm()(x, residual)`.
 
     A pre-norm block carries `sum` as its residual stream and feeds `normed` to its next layer.
@@ -58,22 +79,24 @@ class AddRMSNorm(linen.Module):
       scale_init: the scale's initializer; by default what makes scale + scale_offset one.
     """
 
-    epsilon: float = 1e-6
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    use_scale: bool = True
-    scale_init: Callable | None = None
-    scale_offset: float = 0.0
-    multiply_before_cast: bool = True
     sum_rounding: str = "float32"
     return_sum: bool = True
-    implementation: str | None = None
 
     @linen.compact
     def __call__(self, x, residual):
-        init = common.initial_scale(self.scale_init, self.scale_offset)
-        scale = self.param("scale", init, (jnp.shape(x)[-1],), self.param_dtype) if self.use_scale else None
-        x, residual = common.promote(self.dtype, scale, x, residual)
-        return add_rms_norm(x, residual, scale, epsilon=self.epsilon, scale_offset=self.scale_offset,
-                            multiply_before_cast=self.multiply_before_cast, sum_rounding=self.sum_rounding,
-                            return_sum=self.return_sum, implementation=self.implementation)
+        return self._apply(add_rms_norm, x, residual, sum_rounding=self.sum_rounding, return_sum=self.return_sum)
+
+
+class RMSNormAdd(_ResidualNorm):
+    """`jax_fusednorm.rms_norm_add` with its scale: `stream = RMSNormAdd()(x, stream)`.
+
+    Fields:
+      norm_rounding: as in `rms_norm_add`.
+      the rest: as in AddRMSNorm.
+    """
+
+    norm_rounding: str = "float32"
+
+    @linen.compact
+    def __call__(self, x, residual):
+        return self._apply(rms_norm_add, x, residual, norm_rounding=self.norm_rounding)

@@ -6,9 +6,10 @@ from flax.nnx.nn import dtypes
 
 from ..ops.add_rms_norm import add_rms_norm
 from ..ops.rms_norm import rms_norm
+from ..ops.rms_norm_add import rms_norm_add
 from . import common
 
-__all__ = ["AddRMSNorm", "RMSNorm"]
+__all__ = ["AddRMSNorm", "RMSNorm", "RMSNormAdd"]
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -42,7 +43,28 @@ class RMSNorm(nnx.RMSNorm):
                         multiply_before_cast=self.multiply_before_cast, implementation=self.implementation)
 
 
-class AddRMSNorm(nnx.Module):
+class _ResidualNorm(nnx.Module):
+    """A scale, and the options that the norms with a residual share."""
+
+    def __init__(self, num_features, *, epsilon=1e-6, dtype=None, param_dtype=jnp.float32, use_scale=True, scale_init=None,
+                 scale_offset=0.0, multiply_before_cast=True, implementation=None, rngs, scale_metadata=None):
+        self.num_features, self.dtype, self.param_dtype, self.use_scale = num_features, dtype, param_dtype, use_scale
+        if use_scale:
+            init = common.initial_scale(scale_init, scale_offset)
+            self.scale = nnx.Param(init(rngs.params(), (num_features,), param_dtype), **(scale_metadata or {}))
+        else:
+            self.scale = nnx.data(None)
+        self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
+        self.implementation = implementation
+
+    def _apply(self, op, x, residual, **options):
+        scale = self.scale[...] if self.use_scale else None
+        x, residual = common.promote(self.dtype, scale, x, residual)
+        return op(x, residual, scale, epsilon=self.epsilon, scale_offset=self.scale_offset,
+                  multiply_before_cast=self.multiply_before_cast, implementation=self.implementation, **options)
+
+
+class AddRMSNorm(_ResidualNorm):
     """`jax_fusednorm.add_rms_norm` with its scale: `normed, sum = AddRMSNorm(D, rngs=rngs)(x, residual)`.
 
     A pre-norm block carries `sum` as its residual stream and feeds `normed` to its next layer.
@@ -58,21 +80,25 @@ class AddRMSNorm(nnx.Module):
       rngs: the key of the initializer.
     """
 
-    def __init__(self, num_features, *, epsilon=1e-6, dtype=None, param_dtype=jnp.float32, use_scale=True, scale_init=None,
-                 scale_offset=0.0, multiply_before_cast=True, sum_rounding="float32", return_sum=True, implementation=None,
-                 rngs, scale_metadata=None):
-        self.num_features, self.dtype, self.param_dtype, self.use_scale = num_features, dtype, param_dtype, use_scale
-        if use_scale:
-            init = common.initial_scale(scale_init, scale_offset)
-            self.scale = nnx.Param(init(rngs.params(), (num_features,), param_dtype), **(scale_metadata or {}))
-        else:
-            self.scale = nnx.data(None)
-        self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
-        self.sum_rounding, self.return_sum, self.implementation = sum_rounding, return_sum, implementation
+    def __init__(self, num_features, *, sum_rounding="float32", return_sum=True, rngs, **options):
+        super().__init__(num_features, rngs=rngs, **options)
+        self.sum_rounding, self.return_sum = sum_rounding, return_sum
 
     def __call__(self, x, residual):
-        scale = self.scale[...] if self.use_scale else None
-        x, residual = common.promote(self.dtype, scale, x, residual)
-        return add_rms_norm(x, residual, scale, epsilon=self.epsilon, scale_offset=self.scale_offset,
-                            multiply_before_cast=self.multiply_before_cast, sum_rounding=self.sum_rounding,
-                            return_sum=self.return_sum, implementation=self.implementation)
+        return self._apply(add_rms_norm, x, residual, sum_rounding=self.sum_rounding, return_sum=self.return_sum)
+
+
+class RMSNormAdd(_ResidualNorm):
+    """`jax_fusednorm.rms_norm_add` with its scale: `stream = RMSNormAdd(D, rngs=rngs)(x, stream)`.
+
+    Args:
+      norm_rounding: as in `rms_norm_add`.
+      the rest: as in AddRMSNorm.
+    """
+
+    def __init__(self, num_features, *, norm_rounding="float32", rngs, **options):
+        super().__init__(num_features, rngs=rngs, **options)
+        self.norm_rounding = norm_rounding
+
+    def __call__(self, x, residual):
+        return self._apply(rms_norm_add, x, residual, norm_rounding=self.norm_rounding)

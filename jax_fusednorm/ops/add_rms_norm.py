@@ -64,7 +64,7 @@ def reference(x, residual, scale=None, *, spec, mean=last_mean):
     s = x.astype(compute_dtype(x.dtype)) + residual.astype(compute_dtype(x.dtype))
     if spec.sum_rounding == "storage":
         s = rounded(s, x.dtype)
-    normed = _rms_norm.normalized(s, scale, x.dtype, spec, mean)
+    normed = _rms_norm.normalized(s, scale, x.dtype, spec, mean).astype(x.dtype)
     return [normed, s.astype(x.dtype)] if spec.return_sum else [normed]
 
 

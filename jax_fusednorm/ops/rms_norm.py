@@ -66,18 +66,18 @@ def make_spec(spec_type, op, scale, epsilon, scale_offset, multiply_before_cast,
 
 
 def normalized(s, scale, dtype, spec, mean):
-    """s * rsqrt(mean(s^2) + epsilon) * (scale + offset) in s's dtype, rounded to `dtype` as the spec says."""
+    """s * rsqrt(mean(s^2) + epsilon) * (scale + offset) in s's dtype, without its last rounding to `dtype`."""
     unit = s * jax.lax.rsqrt(mean(s * s) + spec.epsilon)
     if scale is None:
-        return unit.astype(dtype)
+        return unit
     gain = scale.astype(s.dtype) + spec.scale_offset if spec.scale_offset else scale.astype(s.dtype)
     if not spec.multiply_before_cast:
         unit, gain = rounded(unit, dtype), rounded(gain, dtype)
-    return (unit * gain).astype(dtype)
+    return unit * gain
 
 
 def reference(x, scale=None, *, spec, mean=last_mean):
-    return [normalized(x.astype(compute_dtype(x.dtype)), scale, x.dtype, spec, mean)]
+    return [normalized(x.astype(compute_dtype(x.dtype)), scale, x.dtype, spec, mean).astype(x.dtype)]
 
 
 def kernel(call, x, scale=None, *, spec):

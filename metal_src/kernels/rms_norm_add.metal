@@ -1,0 +1,45 @@
+// out = residual + x * rsqrt(mean(x^2) + epsilon) * (scale + scale_offset), row by row.
+// 0 x · 1 residual [rows, width] T · 2 scale [width] W · 3 out [rows, width] T · 4 params
+// grid: ceil(rows / TEAMS) threadgroups of TEAMS * SG * 32 threads; TEAMS == 1 when SG > 1.
+// threadgroup memory: SG floats. bytes: 2 reads (3 when R = 0) and 1 write of rows * width * sizeof(T).
+#include "norm.h"
+
+// T: storage. W: scale, or `ones`. IN_T: round to T before the scale, and multiply in T. ROUND_NORM: the norm is rounded before the addition.
+// V: elements a load. R: packs a thread keeps; 0: read the row again. SG: simdgroups a row. TEAMS: rows a threadgroup.
+template <typename T, typename W, bool IN_T, bool ROUND_NORM, int V, int R, int SG, int TEAMS>
+kernel void rms_norm_add(
+    device const T* x [[buffer(0)]],
+    device const T* residual [[buffer(1)]],
+    device const W* scale [[buffer(2)]],
+    device T* out [[buffer(3)]],
+    constant NormParams& p [[buffer(4)]],
+    threadgroup float* scratch [[SCRATCH]],
+    uint group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  const uint row = group * TEAMS + simdgroup / SG;
+  if (row >= p.rows) return;
+  const Team<SG> team = team_of<SG>(lane, simdgroup, scratch);
+  const long start = long(row) * p.width;
+  x += start;
+  residual += start;
+  out += start;
+
+  const int mine = team.share(int(p.width) / V);
+  Kept<V, R> kept = keep<V, R>(scratch, 0, p.width);
+  float squares = 0;
+  FOR_SUM(c, R, mine, squares) {
+    const Floats<V> s = load_pack<V>(x, team.at(c));
+    squares += dot(s, s);
+    kept.put(c, s);
+  }
+  const float r = rsqrt(team.sum(squares) / float(p.width) + p.epsilon);
+  const float offset = p.scale_offset;
+  FOR_MINE(c, R, mine) {
+    const int i = team.at(c);
+    const Floats<V> s = R > 0 ? kept.get(c) : load_pack<V>(x, i);
+    Floats<V> norm = scaled<T, IN_T>(s, r, load_pack<V>(scale, i), offset);
+    UNROLL for (int k = 0; k < V; ++k) norm.v[k] = ROUND_NORM ? rounded<T>(norm.v[k]) : norm.v[k];
+    store_pack<V>(out, i, add(norm, load_pack<V>(residual, i)));
+  }
+}
