@@ -1,0 +1,64 @@
+"""Named shapes, shared by the tests and the benchmarks."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: x of `shape` and `dtype`, a scale of `scale_dtype` and length `shape[-1]` (None: no scale)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    scale_dtype: str | None = "float32"
+
+    @property
+    def width(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _grid(prefix, row_counts, widths, dtype, scale_dtype):
+    return tuple(Case(f"{prefix}_{rows}x{width}", (rows, width), dtype, scale_dtype)
+                 for rows in row_counts for width in widths)
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+SCALE_DTYPES = (*DTYPES, None)
+
+# One token, and small batches of tokens, at the widths of today's models.
+DECODE_WIDTHS = (1024, 2048, 4096, 5120, 7168, 8192)
+DECODE = _grid("decode", (1, 4, 16), DECODE_WIDTHS, "bfloat16", "bfloat16")
+
+# Whole prompts.
+PREFILL = (
+    *_grid("prefill", (512, 2048), (2048, 4096), "bfloat16", "bfloat16"),
+    Case("prefill_2048x7168", (2048, 7168), "bfloat16", "bfloat16"),
+    Case("prefill_8x512x4096", (8, 512, 4096), "bfloat16", "bfloat16"),
+    Case("prefill_2048x4096_f16", (2048, 4096), "float16", "float16"),
+    Case("prefill_2048x4096_f32", (2048, 4096), "float32", "float32"),
+)
+
+# Hidden sizes: Gemma 3 and 4, Qwen3, Llama, DeepSeek.
+MODEL_WIDTHS = (1024, 1152, 2048, 2560, 2816, 3840, 4096, 5120, 5376, 7168, 8192)
+MODELS = tuple(Case(f"model_{width}", (3, width), "bfloat16", "bfloat16") for width in MODEL_WIDTHS)
+
+# The acceptance matrix.
+WIDTHS = (1, 7, 55, 128, 255, 256, 257, 557, 2816, 4096, 5376, 7168, 8191, 16385, 32768)
+ROWS = (0, 1, 2, 31, 33, 199)
+SLOW_ROWS = (130, 4096)
+
+# Where a kernel changes its way of working: vector tails, simdgroup and threadgroup sizes, registers.
+TAIL_WIDTHS = tuple(range(1, 34))
+EDGE_WIDTHS = tuple(edge + step for edge in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384) for step in (-1, 0, 1))
+HUGE_WIDTHS = (65536, 262144)
+
+# Every batch of leading dimensions that a rank can bring.
+LEADING = ((), (1,), (5,), (2, 3), (2, 1, 3), (0,), (3, 0), (1, 1, 1, 2))

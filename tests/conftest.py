@@ -1,0 +1,91 @@
+"""Options, the `implementation` fixture, and eight CPU devices for the sharding tests."""
+
+import functools
+import os
+
+import pytest
+
+REQUIRE_KERNELS = os.environ.get("JAX_FUSEDNORM_REQUIRE_KERNELS") == "1"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--implementations", default="jnp,host", help="comma-separated: jnp, host, metal, cuda")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: large sizes; run with --slow")
+    # before any test module imports jax
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    if "cuda" not in _implementations(config):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _implementations(config):
+    return tuple(name.strip() for name in config.getoption("--implementations").split(",") if name.strip())
+
+
+def pytest_generate_tests(metafunc):
+    names = _implementations(metafunc.config)
+    if "kernel" in metafunc.fixturenames:
+        metafunc.parametrize("kernel", [name for name in names if name != "jnp"], indirect=True)
+    elif "implementation" in metafunc.fixturenames:
+        metafunc.parametrize("implementation", names, indirect=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in set(slow)]
+
+
+@functools.cache
+def why_not(implementation):
+    """None where `implementation` can run here, else the package's own reason."""
+    import jax.numpy as jnp
+    from jax_fusednorm import rms_norm
+
+    try:
+        rms_norm(jnp.ones((1, 8)), implementation=implementation)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _present(name):
+    if reason := why_not(name):
+        (pytest.fail if REQUIRE_KERNELS else pytest.skip)(reason)
+    return name
+
+
+@pytest.fixture
+def implementation(request):
+    """Every test that takes it runs once per entry of --implementations."""
+    return _present(request.param)
+
+
+@pytest.fixture
+def kernel(request):
+    """`implementation`, for tests of what only a kernel promises."""
+    return _present(request.param)
+
+
+@pytest.fixture
+def host_kernel():
+    """For tests of the choice between the host kernels and the reference."""
+    return _present("host")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_outputs():
+    """Kernel outputs start as NaN, so that an element that is never written cannot pass for a zero."""
+    if why_not("host"):
+        yield
+        return
+    from jax_fusednorm.core import ffi
+
+    ffi.poison_outputs(True)
+    yield
+    ffi.poison_outputs(False)

@@ -1,0 +1,231 @@
+"""What the ops must return: float64 numpy, with the roundings of the specification written out one by one.
+
+The formulas share no code with the package. `rounded` is the only place that rounds.
+"""
+
+import ml_dtypes
+import numpy as np
+
+# SPEC's tolerances. bfloat16 is counted in units in the last place instead.
+RTOL = {"float32": 1e-4, "float16": 2e-3, "float64": 1e-12}
+ATOL = {"float32": 1e-5, "float16": 1e-3, "float64": 1e-12}
+DERIVATIVE_ULPS = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11, "float32": 1e-4, "float64": 1e-11}
+# Summands that cancel leave an error of their own size, not of the result's: a sixteenth of an ulp of the largest.
+CANCELLATION = {"bfloat16": 2.0**-12, "float16": 2.0**-15, "float32": 1e-5, "float64": 1e-12}
+
+
+def name_of(dtype) -> str:
+    return np.dtype(dtype).name
+
+
+def wide(a):
+    return np.asarray(a).astype(np.float64)
+
+
+def rounded(a, dtype):
+    """float64 values rounded once, to nearest even, to `dtype`; given back as float64."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if name_of(dtype) == "bfloat16":
+            a = _to_odd_float32(a)  # ml_dtypes goes through float32: rounding to odd there keeps the second rounding the only one
+        return np.asarray(a).astype(dtype).astype(np.float64)
+
+
+def _to_odd_float32(a):
+    a = np.asarray(a, np.float64)
+    near = a.astype(np.float32)
+    inexact = np.isfinite(near) & (near.astype(np.float64) != a)
+    even = (near.view(np.uint32) & 1) == 0
+    return np.where(inexact & even, np.nextafter(near, np.where(a > near, np.inf, -np.inf).astype(np.float32)), near)
+
+
+def _factor(scale, offset, dtype, multiply_before_cast):
+    if scale is None:
+        return None
+    wider = np.float64 if name_of(dtype) == "float64" else np.float32
+    factor = rounded(wide(scale) + wide(np.float32(offset)), wider)
+    return factor if multiply_before_cast else rounded(factor, dtype)
+
+
+def _inverse_root(s, epsilon):
+    return 1.0 / np.sqrt(np.mean(s * s, axis=-1, keepdims=True) + wide(np.float32(epsilon)))
+
+
+def _normed(s, scale, dtype, epsilon, scale_offset, multiply_before_cast):
+    with np.errstate(all="ignore"):
+        factor = _factor(scale, scale_offset, dtype, multiply_before_cast)
+        value = s * _inverse_root(s, epsilon)
+        if factor is None:
+            return rounded(value, dtype)
+        if not multiply_before_cast:
+            value = rounded(value, dtype)
+        return rounded(value * factor, dtype)
+
+
+def _sum(x, residual, sum_rounding):
+    """(the sum that is normed, the sum that is returned)."""
+    with np.errstate(all="ignore"):
+        s = rounded(wide(x) + wide(residual), np.float64 if name_of(x.dtype) == "float64" else np.float32)
+        stored = rounded(s, x.dtype)
+    return (s if sum_rounding == "float32" else stored), stored
+
+
+def rms_norm(x, scale=None, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True):
+    return _normed(wide(x), scale, x.dtype, epsilon, scale_offset, multiply_before_cast)
+
+
+def add_rms_norm(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True,
+                 sum_rounding="float32"):
+    s, stored = _sum(x, residual, sum_rounding)
+    return _normed(s, scale, x.dtype, epsilon, scale_offset, multiply_before_cast), stored
+
+
+# Derivatives. Roundings count as identity, so nothing below rounds but the sum that the derivative is taken at; the
+# second value of each pair is the size of the row's largest summand, against which cancellation is to be judged.
+
+def _row_size(*summands):
+    return np.max(sum(np.abs(a) for a in summands), axis=-1, keepdims=True)
+
+
+def _jvp_at(s, ds, scale, dscale, dtype, epsilon, scale_offset, multiply_before_cast):
+    del multiply_before_cast  # it moves a rounding, nothing else
+    factor = _factor(scale, scale_offset, dtype, True)
+    r = _inverse_root(s, epsilon)
+    w = np.ones(s.shape[-1]) if factor is None else factor
+    direct, through_r = ds * r * w, -s * r**3 * np.mean(s * ds, axis=-1, keepdims=True) * w
+    through_scale = 0.0 * s if dscale is None else s * r * dscale
+    return direct + through_r + through_scale, _row_size(direct, through_r, through_scale)
+
+
+def _vjp_at(s, dn, scale, dtype, epsilon, scale_offset, multiply_before_cast):
+    del multiply_before_cast
+    factor = _factor(scale, scale_offset, dtype, True)
+    r = _inverse_root(s, epsilon)
+    c = dn if factor is None else dn * factor
+    direct, through_r = r * c, -s * r**3 * np.mean(c * s, axis=-1, keepdims=True)
+    dscale = None if scale is None else np.sum((dn * s * r).reshape(-1, s.shape[-1]), axis=0)
+    return direct + through_r, _row_size(direct, through_r), dscale
+
+
+def rms_norm_jvp(x, scale, dx, dscale, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True):
+    """(tangent, row size)."""
+    dscale = None if dscale is None else wide(dscale)
+    return _jvp_at(wide(x), wide(dx), scale, dscale, x.dtype, epsilon, scale_offset, multiply_before_cast)
+
+
+def rms_norm_vjp(x, scale, dn, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True):
+    """(cotangent of x, its row size, cotangent of scale)."""
+    return _vjp_at(wide(x), wide(dn), scale, x.dtype, epsilon, scale_offset, multiply_before_cast)
+
+
+def add_rms_norm_jvp(x, residual, scale, dx, dresidual, dscale, *, sum_rounding="float32", epsilon=1e-6,
+                     scale_offset=0.0, multiply_before_cast=True):
+    """((tangent, row size) of normed, (tangent, row size) of the sum)."""
+    s, _ = _sum(x, residual, sum_rounding)
+    ds = wide(dx) + wide(dresidual)
+    dscale = None if dscale is None else wide(dscale)
+    normed = _jvp_at(s, ds, scale, dscale, x.dtype, epsilon, scale_offset, multiply_before_cast)
+    return normed, (ds, _row_size(wide(dx), wide(dresidual)))
+
+
+def add_rms_norm_vjp(x, residual, scale, dn, dsum, *, sum_rounding="float32", epsilon=1e-6, scale_offset=0.0,
+                     multiply_before_cast=True):
+    """(cotangent of x and of residual, its row size, cotangent of scale)."""
+    s, _ = _sum(x, residual, sum_rounding)
+    ds, size, dscale = _vjp_at(s, wide(dn), scale, x.dtype, epsilon, scale_offset, multiply_before_cast)
+    return ds + wide(dsum), size + _row_size(wide(dsum)), dscale
+
+
+# Comparisons.
+
+def bits(a):
+    a = np.ascontiguousarray(np.asarray(a))
+    return a.view(f"u{a.dtype.itemsize}")
+
+
+def ulps(got, want, dtype):
+    """Distance in representable values of `dtype`; +0 and -0 are one value."""
+    def ordinal(a):
+        b = bits(np.asarray(a).astype(dtype)).astype(np.int64)
+        top = np.int64(1) << (8 * np.dtype(dtype).itemsize - 1)
+        return np.where(b & top, top - b, b)
+
+    return np.abs(ordinal(got) - ordinal(want))
+
+
+def _flushed(a, dtype):
+    """XLA:CPU may take values under the smallest normal float32 for zero."""
+    return np.where(np.abs(a) < np.finfo(np.float32).tiny, 0.0, a) if name_of(dtype) != "float64" else a
+
+
+def _same_shape_and_kind(got, want, dtype, what):
+    assert got.dtype == np.dtype(dtype), f"{what}: dtype {got.dtype}, wanted {np.dtype(dtype)}"
+    assert got.shape == want.shape, f"{what}: shape {got.shape}, wanted {want.shape}"
+    got = wide(got)
+    for name, test in (("nan", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = test(got) != test(want)
+        assert not wrong.any(), f"{what}: {name} differs in {_where(wrong, got, want)}"
+    return got, np.isfinite(want)
+
+
+def _where(wrong, got, want):
+    at = tuple(int(i[0]) for i in np.nonzero(wrong))
+    return f"{wrong.sum()} of {wrong.size} elements, first at {at}: got {got[at]!r}, wanted {want[at]!r}"
+
+
+def assert_close(got, want, dtype, *, rtol=None, atol=None, what="value"):
+    """`got`, of `dtype`, agrees with the oracle's float64 `want` as SPEC section 10 asks."""
+    want = wide(want)
+    values, finite = _same_shape_and_kind(np.asarray(got), want, dtype, what)
+    values, want = (_flushed(np.where(finite, a, 0.0), dtype) for a in (values, want))
+    if name_of(dtype) == "bfloat16" and rtol is None:
+        off = ulps(values, want, dtype)
+        assert off.size == 0 or off.max() <= 2, f"{what}: {int(off.max())} ulp in {_where(off > 2, values, want)}"
+        allowed = 1e-3 * off.size
+        assert (off > 1).sum() <= allowed, f"{what}: over 1 ulp in {_where(off > 1, values, want)}, allowed {allowed:.1f}"
+        return
+    rtol = RTOL[name_of(dtype)] if rtol is None else rtol
+    atol = ATOL[name_of(dtype)] if atol is None else atol
+    _assert_within(values, want, rtol * np.abs(want) + atol, what)
+
+
+def assert_derivative_close(got, want, size, dtype, *, rounded_factors=False, what="derivative"):
+    """A tangent or cotangent of `dtype`; `size` is the size of its row's largest summand.
+
+    rounded_factors: a factor of each summand may be the stored one, so that the summand is half an ulp off.
+    """
+    values, finite = _same_shape_and_kind(np.asarray(got), want, dtype, what)
+    least = np.finfo(np.float32).tiny if name_of(dtype) != "float16" else 2.0**-24
+    floor = CANCELLATION[name_of(dtype)] * (8 if rounded_factors and np.dtype(dtype).itemsize == 2 else 1)
+    limit = DERIVATIVE_ULPS[name_of(dtype)] * np.abs(want) + floor * size + least
+    _assert_within(np.where(finite, values, 0), np.where(finite, want, 0), np.broadcast_to(limit, want.shape), what)
+
+
+def assert_scale_cotangent_close(got, want, dtype, *, tolerance=1e-2, what="scale cotangent"):
+    """Within `tolerance` of the whole vector's norm."""
+    values, _ = _same_shape_and_kind(np.asarray(got), want, dtype, what)
+    error, size = np.linalg.norm(values - want), np.linalg.norm(want)
+    assert error <= tolerance * size, f"{what}: off by {error:.3e}, its norm is {size:.3e}, allowed {tolerance * size:.3e}"
+
+
+def assert_same_casts(got, want, dtype, *, most=1, what="value"):
+    """Bit equality, but for `most` ulp in 0.1 % of the elements: summation order may flip a rounding, a cast may not."""
+    off = ulps(np.asarray(got), want, dtype)
+    assert off.max() <= most and (off > 0).mean() <= 1e-3, (
+        f"{what}: {(off > 0).mean():.2%} of the elements differ, by up to {int(off.max())} ulp")
+
+
+def assert_same_bits(got, want, what="value"):
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.dtype == want.dtype and got.shape == want.shape, f"{what}: {got.dtype}{got.shape} against {want.dtype}{want.shape}"
+    wrong = bits(got) != bits(want)
+    assert not wrong.any(), f"{what}: bits differ in {_where(wrong, wide(got), wide(want))}"
+
+
+def _assert_within(got, want, limit, what):
+    error = np.abs(got - want)
+    wrong = ~(error <= limit)
+    if wrong.any():
+        worst = np.unravel_index(np.argmax(np.where(wrong, error / np.maximum(limit, 1e-300), 0)), error.shape)
+        raise AssertionError(
+            f"{what}: {_where(wrong, got, want)}; worst at {tuple(int(i) for i in worst)}: got {got[worst]!r}, "
+            f"wanted {want[worst]!r}, off by {error[worst]:.3e}, allowed {limit[worst]:.3e}")

@@ -1,0 +1,54 @@
+"""Plain jnp formulas for JAX to differentiate, and arrays to feed them. Nothing here knows the package."""
+
+import jax.numpy as jnp
+import numpy as np
+
+# Every pair of scale options; without a scale there is no offset.
+OPTIONS = tuple(dict(multiply_before_cast=m, scale_offset=o) for m in (True, False) for o in (0.0, 1.0))
+NO_SCALE_OPTIONS = tuple(o for o in OPTIONS if not o["scale_offset"])
+
+
+def options_for(scale_dtype):
+    return NO_SCALE_OPTIONS if scale_dtype is None else OPTIONS
+
+
+def _norm(s, scale, dtype, epsilon, scale_offset, multiply_before_cast):
+    value = s / jnp.sqrt(jnp.mean(s * s, axis=-1, keepdims=True) + epsilon)
+    if scale is None:
+        return value.astype(dtype)
+    factor = scale.astype(s.dtype) + scale_offset
+    if multiply_before_cast:
+        return (value * factor).astype(dtype)
+    return (value.astype(dtype).astype(s.dtype) * factor.astype(dtype).astype(s.dtype)).astype(dtype)
+
+
+def rms_norm(x, scale=None, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True):
+    wider = jnp.promote_types(x.dtype, jnp.float32)
+    return _norm(x.astype(wider), scale, x.dtype, epsilon, scale_offset, multiply_before_cast)
+
+
+def add_rms_norm(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True,
+                 sum_rounding="float32"):
+    wider = jnp.promote_types(x.dtype, jnp.float32)
+    s = x.astype(wider) + residual.astype(wider)
+    stored = s.astype(x.dtype)
+    s = s if sum_rounding == "float32" else stored.astype(wider)
+    return _norm(s, scale, x.dtype, epsilon, scale_offset, multiply_before_cast), stored
+
+
+def _values(seed, shape, spread=0.0):
+    rng = np.random.default_rng([seed, *shape])
+    values = rng.standard_normal(shape)
+    if spread:
+        values = values * 10.0 ** rng.uniform(-spread, spread, (*shape[:-1], 1))
+    return values.astype(np.float32)
+
+
+def draw(seed, shape, dtype="float32", *, spread=0.0):
+    """Normal values; `spread` gives each row a size of its own, between 10**-spread and 10**spread."""
+    # cast by numpy: jnp would compile a cast for every shape
+    return jnp.asarray(_values(seed, shape, spread).astype(jnp.dtype(dtype)))
+
+
+def draw_scale(seed, width, dtype):
+    return None if dtype is None else jnp.asarray((0.75 + 0.5 * _values(seed, (width,))).astype(jnp.dtype(dtype)))
