@@ -51,7 +51,8 @@ _LLAMA = (("multiply_before_cast", False), ("sum_rounding", "storage"))
 RMS_NORM = Tested("rms_norm", jax_fusednorm.rms_norm, plain.rms_norm, 1, _GEMMA)
 ADD_RMS_NORM = Tested("add_rms_norm", jax_fusednorm.add_rms_norm, plain.add_rms_norm, 2, _GEMMA)
 ADD_RMS_NORM_STORAGE = Tested("add_rms_norm_storage", jax_fusednorm.add_rms_norm, plain.add_rms_norm, 2, _LLAMA)
-ALL = (RMS_NORM, ADD_RMS_NORM, ADD_RMS_NORM_STORAGE)
+RMS_NORM_ADD = Tested("rms_norm_add", jax_fusednorm.rms_norm_add, plain.rms_norm_add, 2, _GEMMA)
+ALL = (RMS_NORM, ADD_RMS_NORM, ADD_RMS_NORM_STORAGE, RMS_NORM_ADD)
 
 every_op = pytest.mark.parametrize("tested", ALL, ids=str)
 

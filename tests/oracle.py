@@ -50,15 +50,18 @@ def _inverse_root(s, epsilon):
     return 1.0 / np.sqrt(np.mean(s * s, axis=-1, keepdims=True) + wide(np.float32(epsilon)))
 
 
+def _unrounded(s, scale, dtype, epsilon, scale_offset, multiply_before_cast):
+    """The norm before its last rounding."""
+    factor = _factor(scale, scale_offset, dtype, multiply_before_cast)
+    value = s * _inverse_root(s, epsilon)
+    if factor is None:
+        return value
+    return (value if multiply_before_cast else rounded(value, dtype)) * factor
+
+
 def _normed(s, scale, dtype, epsilon, scale_offset, multiply_before_cast):
     with np.errstate(all="ignore"):
-        factor = _factor(scale, scale_offset, dtype, multiply_before_cast)
-        value = s * _inverse_root(s, epsilon)
-        if factor is None:
-            return rounded(value, dtype)
-        if not multiply_before_cast:
-            value = rounded(value, dtype)
-        return rounded(value * factor, dtype)
+        return rounded(_unrounded(s, scale, dtype, epsilon, scale_offset, multiply_before_cast), dtype)
 
 
 def _sum(x, residual, sum_rounding):
@@ -77,6 +80,13 @@ def add_rms_norm(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, mul
                  sum_rounding="float32"):
     s, stored = _sum(x, residual, sum_rounding)
     return _normed(s, scale, x.dtype, epsilon, scale_offset, multiply_before_cast), stored
+
+
+def rms_norm_add(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True,
+                 norm_rounding="float32"):
+    with np.errstate(all="ignore"):
+        norm = _unrounded(wide(x), scale, x.dtype, epsilon, scale_offset, multiply_before_cast)
+        return rounded(wide(residual) + (norm if norm_rounding == "float32" else rounded(norm, x.dtype)), x.dtype)
 
 
 # Derivatives. Roundings count as identity, so nothing below rounds but the sum that the derivative is taken at; the
@@ -198,6 +208,13 @@ def assert_derivative_close(got, want, size, dtype, *, rounded_factors=False, wh
     floor = CANCELLATION[name_of(dtype)] * (8 if rounded_factors and np.dtype(dtype).itemsize == 2 else 1)
     limit = DERIVATIVE_ULPS[name_of(dtype)] * np.abs(want) + floor * size + least
     _assert_within(np.where(finite, values, 0), np.where(finite, want, 0), np.broadcast_to(limit, want.shape), what)
+
+
+def assert_sum_close(got, want, size, dtype, *, what="sum"):
+    """A sum of two rounded summands; `size` is the largest of the three. Each may be an ulp off, and they may cancel."""
+    values, finite = _same_shape_and_kind(np.asarray(got), want, dtype, what)
+    limit = np.broadcast_to(DERIVATIVE_ULPS[name_of(dtype)] * size + np.finfo(np.float32).tiny, want.shape)
+    _assert_within(np.where(finite, values, 0), np.where(finite, want, 0), np.where(finite, limit, 1), what)
 
 
 def assert_scale_cotangent_close(got, want, dtype, *, tolerance=1e-2, what="scale cotangent"):

@@ -12,14 +12,18 @@ def options_for(scale_dtype):
     return NO_SCALE_OPTIONS if scale_dtype is None else OPTIONS
 
 
-def _norm(s, scale, dtype, epsilon, scale_offset, multiply_before_cast):
+def _unrounded(s, scale, dtype, epsilon, scale_offset, multiply_before_cast):
     value = s / jnp.sqrt(jnp.mean(s * s, axis=-1, keepdims=True) + epsilon)
     if scale is None:
-        return value.astype(dtype)
+        return value
     factor = scale.astype(s.dtype) + scale_offset
     if multiply_before_cast:
-        return (value * factor).astype(dtype)
-    return (value.astype(dtype).astype(s.dtype) * factor.astype(dtype).astype(s.dtype)).astype(dtype)
+        return value * factor
+    return value.astype(dtype).astype(s.dtype) * factor.astype(dtype).astype(s.dtype)
+
+
+def _norm(s, scale, dtype, *options):
+    return _unrounded(s, scale, dtype, *options).astype(dtype)
 
 
 def rms_norm(x, scale=None, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True):
@@ -34,6 +38,15 @@ def add_rms_norm(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, mul
     stored = s.astype(x.dtype)
     s = s if sum_rounding == "float32" else stored.astype(wider)
     return _norm(s, scale, x.dtype, epsilon, scale_offset, multiply_before_cast), stored
+
+
+def rms_norm_add(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True,
+                 norm_rounding="float32"):
+    wider = jnp.promote_types(x.dtype, jnp.float32)
+    norm = _unrounded(x.astype(wider), scale, x.dtype, epsilon, scale_offset, multiply_before_cast)
+    if norm_rounding == "storage":
+        norm = norm.astype(x.dtype).astype(wider)
+    return (residual.astype(wider) + norm).astype(x.dtype)
 
 
 def _values(seed, shape, spread=0.0):

@@ -84,6 +84,17 @@ def test_any_leading_dimensions(implementation):
     check(implementation, calls_for([(*leading, 24) for leading in LEADING], "bfloat16", "float32"))
 
 
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_every_16_bit_value_is_read_and_written_exactly(implementation, dtype):
+    """float16's subnormals too, though XLA's threads take subnormal floats for zero."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(jnp.dtype(dtype)).reshape(64, 1024)
+    wide = every.astype(np.float32)
+    every = np.where(np.isnan(wide) | ((wide != 0) & (np.abs(wide) < np.finfo(np.float32).tiny)), 1, every).astype(every.dtype)
+    for x, residual in ((every, np.zeros_like(every)), (np.zeros_like(every), every)):
+        [(_, total)] = run(implementation, [(jnp.asarray(x), jnp.asarray(residual), None)])
+        np.testing.assert_array_equal(np.asarray(total, np.float32), every.astype(np.float32))
+
+
 def test_operands_commute(implementation):
     [(x, residual, scale)] = calls_for([(33, 257)], "bfloat16", "bfloat16")
     one, other = run(implementation, [(x, residual, scale), (residual, x, scale)])

@@ -48,10 +48,12 @@ struct half {
     h |= -int32_t(a > 0x7f800000) & 0x7e00;
     bits = uint16_t(h | int32_t(uint32_t(u) >> 16 & 0x8000u));
   }
+  // No step may be a subnormal float, though the value is: XLA's threads take those for zero.
   inline operator float() const {
     const int32_t a = bits & 0x7fff;
-    const int32_t widened = as_type<int32_t>(as_type<float>(a << 13) * as_type<float>(0x77800000));  // times 2^112
-    return as_type<float>(widened | (-int32_t(a >= 0x7c00) & 0x7f800000) | int32_t(uint32_t(bits & 0x8000u) << 16));
+    const int32_t tiny = as_type<int32_t>(float(a) * as_type<float>(0x33800000u));                     // times 2^-24
+    const int32_t widened = choose(a < 0x400, tiny, (a << 13) + 0x38000000) | (-int32_t(a >= 0x7c00) & 0x7f800000);
+    return as_type<float>(widened | int32_t(uint32_t(bits & 0x8000u) << 16));
   }
 };
 
