@@ -211,9 +211,9 @@ def assert_derivative_close(got, want, size, dtype, *, rounded_factors=False, wh
 
 
 def assert_sum_close(got, want, size, dtype, *, what="sum"):
-    """A sum of two rounded summands; `size` is the largest of the three. Each may be an ulp off, and they may cancel."""
+    """A sum of two rounded summands; `size` is the largest of the three. Two may be an ulp off, and they may cancel."""
     values, finite = _same_shape_and_kind(np.asarray(got), want, dtype, what)
-    limit = np.broadcast_to(DERIVATIVE_ULPS[name_of(dtype)] * size + np.finfo(np.float32).tiny, want.shape)
+    limit = np.broadcast_to(2 * DERIVATIVE_ULPS[name_of(dtype)] * size + np.finfo(np.float32).tiny, want.shape)
     _assert_within(np.where(finite, values, 0), np.where(finite, want, 0), np.where(finite, limit, 1), what)
 
 
