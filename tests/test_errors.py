@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import jax_fusednorm
-from jax_fusednorm import add_rms_norm, explain, rms_norm
+from jax_fusednorm import add_rms_norm, explain, rms_norm, rms_norm_add
 
 X, SCALE = jnp.ones((2, 3, 8)), jnp.ones(8)
 
-OPS = pytest.mark.parametrize("op, rows", ((rms_norm, 1), (add_rms_norm, 2)), ids=("rms_norm", "add_rms_norm"))
+OPS = pytest.mark.parametrize("op, rows", ((rms_norm, 1), (add_rms_norm, 2), (rms_norm_add, 2)),
+                              ids=("rms_norm", "add_rms_norm", "rms_norm_add"))
 
 
 def fails(op, *args, says, error=ValueError, **options):
@@ -100,6 +101,11 @@ def test_an_offset_needs_a_scale(op, rows):
 def test_multiply_before_cast_must_be_a_bool(op, rows):
     for value in ("yes", None, 2, 0.0):
         fails(op, *[X] * rows, SCALE, multiply_before_cast=value, says=("`multiply_before_cast`", repr(value)))
+
+
+def test_options_of_the_norm_that_is_added():
+    for value in ("bfloat16", None, True):
+        fails(rms_norm_add, X, X, SCALE, norm_rounding=value, says=("`norm_rounding`", "'float32'", "'storage'"))
 
 
 def test_options_of_the_sum():

@@ -57,7 +57,8 @@ def test_every_number_of_rows(implementation, dtype):
 
 
 def test_decode_and_model_shapes(implementation):
-    check(implementation, calls_for({case.shape for case in DECODE + MODELS}, "bfloat16", "bfloat16"),
+    cases = MODELS if implementation == "jnp" else DECODE + MODELS
+    check(implementation, calls_for(sorted({case.shape for case in cases}), "bfloat16", "bfloat16"),
           multiply_before_cast=False)
 
 
@@ -157,9 +158,8 @@ def test_every_cast_is_where_it_should_be(implementation, dtype, scale_dtype):
     x, scale = draw(12, (256, 2048), dtype), draw_scale(13, 2048, scale_dtype)
     for options in options_for(scale_dtype):
         got, want = run(implementation, [(x, scale)], **options)[0], oracle.rms_norm(x, scale, **options)
-        # an ulp of the inner rounding can be two of the product's
-        most = 1 if scale is None or options["multiply_before_cast"] else 2
-        oracle.assert_same_casts(got, want, dtype, most=most, what=str(options))
+        roundings = 1 if scale is None or options["multiply_before_cast"] else 2
+        oracle.assert_same_casts(got, want, dtype, roundings=roundings, what=str(options))
         if scale is not None:  # and the two orders can be told apart on this very sample
             other = dict(options, multiply_before_cast=not options["multiply_before_cast"])
             assert (oracle.rms_norm(x, scale, **other) != want).mean() > 0.05

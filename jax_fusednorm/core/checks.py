@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 STORAGE = ("float32", "bfloat16", "float16")
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def fail(op, argument, got, wanted):
@@ -71,7 +72,7 @@ def real(op, argument, value, at_least=-math.inf):
         value = float(value)
     except (TypeError, ValueError):
         fail(op, argument, f"{value!r}", "a number was wanted")
-    if not (np.isfinite(np.float32(value)) and value >= at_least):
+    if not max(at_least, -FLOAT32_MAX) <= value <= FLOAT32_MAX:  # nan fails too
         bound = f" and at least {at_least}" if at_least > -math.inf else ""
         fail(op, argument, f"{value}", f"a number finite in float32{bound} was wanted")
     return value
