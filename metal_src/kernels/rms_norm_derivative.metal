@@ -5,8 +5,9 @@
 
 template <typename T, bool RESIDUAL, int V>
 inline Floats<V> point(device const T* x, device const T* residual, int i) {
-  const Floats<V> s = load_pack<V>(x, i);
-  return RESIDUAL ? add(s, load_pack<V>(residual, i)) : s;
+  Floats<V> s = load_pack<V>(x, i);
+  if (RESIDUAL) s = add(s, load_pack<V>(residual, i));
+  return s;
 }
 
 // 0 x · 1 residual, else x · 2 s_dot [rows, width] T · 3 gain · 4 gain_dot, else gain [width] float · 5 normed_dot [rows, width] T · 6 params
