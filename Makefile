@@ -8,7 +8,7 @@ PYTEST ?=
 BIN := $(VENV)/bin
 SOURCES := $(shell find metal_src -type f)
 
-.PHONY: demo test slow bench info clean
+.PHONY: demo test slow bench info standin clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/train_lm.py --output out/train_lm.png
@@ -25,6 +25,18 @@ bench: $(VENV)/ready
 
 info: $(VENV)/ready
 	$(BIN)/python -m jax_fusednorm info
+
+# The stand-in for Apple's Metal driver, for tests (metal_src/emulator). Prints where it is.
+STANDIN := $(CURDIR)/build/standin/libstandin.so
+standin: $(STANDIN)
+	@echo $(STANDIN)
+
+$(STANDIN): $(wildcard metal_src/emulator/* metal_src/compat/* metal_src/kernels/*) metal_src/embed.py metal_src/launch/shape.h
+	rm -rf $(@D) && mkdir -p $(@D)
+	$(PYTHON) metal_src/embed.py $(@D)/kernel_texts.h
+	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -shared -fPIC -Imetal_src -I$(@D) -DCOMPILER='"$(CXX)"' -DSOURCES='"$(CURDIR)/metal_src"' \
+	  metal_src/emulator/*.cc -o $@.new -pthread
+	mv $@.new $@
 
 # An editable install: the Python sources are used where they are, the native library is built again when its sources change.
 $(VENV)/ready: pyproject.toml jax_fusednorm/__init__.py jax_fusednorm/core/ffi.py $(SOURCES)

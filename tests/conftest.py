@@ -1,7 +1,12 @@
 """Options, the `implementation` fixture, and eight CPU devices for the sharding tests."""
 
+import fcntl
 import functools
 import os
+import pathlib
+import platform
+import subprocess
+import sys
 
 import pytest
 
@@ -76,6 +81,36 @@ def kernel(request):
 def host_kernel():
     """For tests of the choice between the host kernels and the reference."""
     return _present("host")
+
+
+@pytest.fixture
+def host_library(host_kernel):
+    """The host kernels' library itself."""
+    from jax_fusednorm.core import ffi
+
+    return ffi.library("host").handle
+
+
+@pytest.fixture(scope="session")
+def standin_driver():
+    """The stand-in for Apple's Metal driver, built from the sources as they are."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        pytest.skip("the stand-in for Metal runs on x86-64 Linux only")
+    from metal_driver import Standin
+
+    root = pathlib.Path(__file__).parent.parent
+    with open(root / "Makefile") as lock:  # several test processes build in one folder
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = subprocess.run(["make", "-s", "standin", f"PYTHON={sys.executable}"], cwd=root, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return Standin(built.stdout.strip())
+
+
+@pytest.fixture
+def standin(standin_driver):
+    standin_driver.reset()
+    yield standin_driver
+    standin_driver.reset()
 
 
 @pytest.fixture(scope="session", autouse=True)

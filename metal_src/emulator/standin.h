@@ -1,0 +1,52 @@
+// A stand-in for libobjc and Metal on x86-64 Linux, for tests. Loaded in place of the real driver, it answers the launcher's messages,
+// runs every kernel lane by lane, and complains of what Apple's API validation or a GPU would make the user suffer for.
+// -[MTLBuffer addDebugMarker:range:] tells it where an array in a buffer begins and ends; without one, whole pages are in bounds.
+// The environment variable STANDIN_MAX_THREADS lowers maxTotalThreadsPerThreadgroup.
+// This is what tests ask of it, from any thread.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Forgets complaints, counts and dispatches, forgives leaks; every checker is on, nothing misbehaves, and the seed is 1.
+void standin_reset(void);
+
+// The complaints so far, one a line, each "checker: what is wrong". Waits for work under way, then looks for leaks.
+const char* standin_complaints(void);
+
+// The checkers' names, separated by commas; and one turned off or on. Returns 0 if there is none of that name.
+const char* standin_checkers(void);
+int standin_check(const char* checker, int on);
+
+// The random order of lanes and threadgroups. switch_every: lanes also change at one access in this many; 0: only where they meet.
+void standin_seed(uint64_t seed, unsigned switch_every);
+
+// Misbehaves on demand, for the kernels whose instantiation ("rms_norm<float, ...") begins with `kernel` ("": all; null: no longer).
+//   no device, nil wrapper, short wrapper    instead of a device, a no-copy buffer, a whole one; for all kernels
+//   refuse source, refuse pipeline           newLibraryWithSource, newComputePipelineStateWithFunction return an NSError
+//   fail, hang, wrong                        the command buffer ends with an NSError, does not end while this is asked for, computes wrong
+// Returns 0 if it knows no such misbehaviour. The environment variable STANDIN_MISBEHAVE="how:kernel" asks for one from the start.
+int standin_misbehave(const char* how, const char* kernel);
+
+// How many: "live CLASS" (objects that the launcher has references to) or "sent SELECTOR" (messages).
+long standin_count(const char* what);
+
+// What ran since the last reset, in order. Null when there is no such dispatch; valid until the next reset.
+struct standin_bytes {
+  uint64_t read, written, unique_read, unique_written;
+};
+struct standin_dispatch {
+  char kernel[128];  // the instantiation
+  uint64_t groups, threads, threadgroup_bytes, barriers, exchanges;
+  struct standin_bytes buffers[31], threadgroup_memory;
+};
+const struct standin_dispatch* standin_dispatched(int number);
+
+// launch/shape.h's answer: V, R, SG, TEAMS.
+void standin_shape(uint32_t width, int element_bytes, int shape[4]);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,180 @@
+"""One call of each kernel as a launcher would make it: operands, params, what must come out, and the bytes that must move."""
+
+import ctypes
+import dataclasses
+import functools
+import itertools
+import re
+import struct
+from collections.abc import Callable
+
+import embed
+import ml_dtypes
+import numpy as np
+import oracle
+from metal_driver import Array, launch
+
+DTYPES = {"float": np.float32, "bfloat": ml_dtypes.bfloat16, "half": np.float16}
+ARGUMENTS = ("false", "true", *DTYPES, "ones")  # launch.h's
+KERNELS = ("rms_norm", "rms_norm_add", "add_rms_norm", "rms_norm_tangent", "rms_norm_cotangent")
+EPSILON, OFFSET = 1e-6, 0.5
+
+
+def text_of(kernel):
+    return next(text for text in map(embed.assemble, embed.FILES) if kernel in embed.kernels(text))
+
+
+def variants(host_library, kernel):
+    """The template arguments of every variant there is; metal_src/variants says which, and the host library has them all."""
+    declared = re.search(rf"template <([^>]*)>\s*kernel void {kernel}\(", text_of(kernel))[1].split(",")
+    for codes in itertools.product(range(len(ARGUMENTS)), repeat=len(declared) - 4):
+        if host_library.jax_fusednorm_run_host_kernel(kernel.encode(), (ctypes.c_ubyte * 8)(*codes), b"v2", None, None, 0):
+            yield tuple(ARGUMENTS[code] for code in codes)
+
+
+@functools.cache
+def widths_of_shapes(standin, itemsize):
+    """{shape: (the narrowest, the widest of its widths)} for rows of up to 16,400 elements: every shape there is."""
+    found = {}
+    for width in range(1, 16401):
+        shape = standin.shape(width, itemsize)
+        found[shape] = (found.get(shape, (width,))[0], width)
+    return found
+
+
+@dataclasses.dataclass
+class Call:
+    arrays: list      # by buffer; results hold nan. One that is absent is another, bound again
+    params: bytes
+    check: Callable   # of the arrays afterwards
+    moved: Callable   # again -> {buffer: (bytes read, bytes written)}; again: how often a row is read, 1 if it is kept
+    sums: int = 1     # over each row
+    teams: int = 0
+    kernel: str = ""
+    variant: tuple = ()
+
+    @property
+    def dtype(self):
+        return self.arrays[0].dtype
+
+    @property
+    def rows(self):
+        return self.arrays[0].shape[0]
+
+    @property
+    def width(self):
+        return self.arrays[0].shape[1]
+
+    def instantiation(self, standin):
+        return f"{self.kernel}<{', '.join([*self.variant, *map(str, standin.shape(self.width, self.dtype.itemsize))])}>"
+
+    def messages(self, standin, pipeline):
+        """(the messages, the arrays that they bind)"""
+        _, _, simdgroups, teams = standin.shape(self.width, self.dtype.itemsize)
+        placed = {id(a): Array(a) for a in self.arrays}
+        arrays = [placed[id(a)] for a in self.arrays]
+        return launch(pipeline, arrays, self.params, -(-self.teams // teams), teams * simdgroups * 32, max(4 * simdgroups, 16)), arrays
+
+
+def call(kernel, variant, rows, width):
+    """A call of one variant on operands of this size."""
+    rng = np.random.default_rng(width)
+    words = {"true": True, "false": False, **DTYPES, "ones": None}
+    made = globals()[f"_{kernel}"](rng, rows, width, *(words[word] for word in variant))
+    return dataclasses.replace(made, kernel=kernel, variant=variant, teams=made.teams or rows)
+
+
+def _rows(rng, rows, width, dtype):
+    """Ordinary rows; one of zeros and one of tiny numbers, in which a left-out epsilon shows."""
+    x = rng.standard_normal((rows, width))
+    x[1:2] = 0
+    x[2:3] *= 1e-4
+    return x.astype(dtype)
+
+
+def _scale(rng, x, dtype):
+    """(the scale as bound, its offset, the bytes that one row reads of it)"""
+    if dtype is None:
+        return x, 0.0, 0
+    scale = rng.standard_normal(x.shape[1]).astype(dtype)
+    return scale, OFFSET, scale.nbytes
+
+
+def _empty(like):
+    return np.full(like.shape, np.nan, like.dtype)
+
+
+def _norm(x, scale, offset, in_t):
+    """(the params, the options of the oracle)"""
+    return struct.pack("IIff", *x.shape, EPSILON, offset), {
+        "scale": None if scale is x else scale, "epsilon": EPSILON, "scale_offset": offset, "multiply_before_cast": not in_t}
+
+
+def _rms_norm(rng, rows, width, dtype, scale_dtype, in_t):
+    x = _rows(rng, rows, width, dtype)
+    scale, offset, scale_bytes = _scale(rng, x, scale_dtype)
+    params, options = _norm(x, scale, offset, in_t)
+    want = oracle.rms_norm(x, **options)
+    return Call([x, scale, _empty(x)], params, lambda a: oracle.assert_close(a[2], want, dtype),
+                lambda again: {0: (again * x.nbytes, 0), 1: (rows * scale_bytes, 0), 2: (0, x.nbytes)})
+
+
+def _rms_norm_add(rng, rows, width, dtype, scale_dtype, in_t, round_norm):
+    x, residual = (_rows(rng, rows, width, dtype) for _ in range(2))
+    scale, offset, scale_bytes = _scale(rng, x, scale_dtype)
+    params, options = _norm(x, scale, offset, in_t)
+    want = oracle.rms_norm_add(x, residual, norm_rounding="storage" if round_norm else "float32", **options)
+    return Call([x, residual, scale, _empty(x)], params, lambda a: oracle.assert_close(a[3], want, dtype),
+                lambda again: {0: (again * x.nbytes, 0), 1: (x.nbytes, 0), 2: (rows * scale_bytes, 0), 3: (0, x.nbytes)})
+
+
+def _add_rms_norm(rng, rows, width, dtype, scale_dtype, in_t, round_sum, wants_sum):
+    x, residual = (_rows(rng, rows, width, dtype) for _ in range(2))
+    scale, offset, scale_bytes = _scale(rng, x, scale_dtype)
+    params, options = _norm(x, scale, offset, in_t)
+    want = oracle.add_rms_norm(x, residual, sum_rounding="storage" if round_sum else "float32", **options)
+    normed = _empty(x)
+
+    def check(a):
+        for got, wanted in list(zip(a[3:], want))[:1 + wants_sum]:
+            oracle.assert_close(got, wanted, dtype)
+
+    return Call([x, residual, scale, normed, _empty(x) if wants_sum else normed], params, check,
+                lambda again: {0: (again * x.nbytes, 0), 1: (again * x.nbytes, 0), 2: (rows * scale_bytes, 0), 3: (0, x.nbytes),
+                               4: (0, x.nbytes * wants_sum)})
+
+
+def _rms_norm_tangent(rng, rows, width, dtype, has_residual, has_gain_dot):
+    x, residual, s_dot = (_rows(rng, rows, width, dtype) for _ in range(3))
+    gain, gain_dot = (rng.standard_normal(width).astype(np.float32) for _ in range(2))
+    zeros = np.zeros_like(x)
+    (want, size), _ = oracle.add_rms_norm_jvp(x, residual if has_residual else zeros, gain, s_dot, zeros,
+                                              gain_dot if has_gain_dot else None, epsilon=EPSILON)
+    return Call([x, residual if has_residual else x, s_dot, gain, gain_dot if has_gain_dot else gain, _empty(x)],
+                struct.pack("IIIf", rows, width, rows, EPSILON), lambda a: oracle.assert_derivative_close(a[5], want, size, dtype),
+                lambda again: {0: (again * x.nbytes, 0), 1: (again * x.nbytes * has_residual, 0), 2: (again * x.nbytes, 0),
+                               3: (rows * gain.nbytes, 0), 4: (rows * gain.nbytes * has_gain_dot, 0), 5: (0, x.nbytes)}, sums=2)
+
+
+def _rms_norm_cotangent(rng, rows, width, dtype, has_residual, has_sum, wants_gain):
+    x, residual, normed_bar, sum_bar = (_rows(rng, rows, width, dtype) for _ in range(4))
+    gain = rng.standard_normal(width).astype(np.float32)
+    zeros = np.zeros_like(x)
+    want, size, gain_want = oracle.add_rms_norm_vjp(x, residual if has_residual else zeros, gain, normed_bar,
+                                                    sum_bar if has_sum else zeros, epsilon=EPSILON)
+    teams = max(rows // 2, 1) if wants_gain else rows
+    s_bar = _empty(x)
+    gain_bar = np.full((teams, width), np.nan, np.float32) if wants_gain else s_bar
+
+    def check(a):
+        oracle.assert_derivative_close(a[5], want, size, dtype)
+        if wants_gain:
+            oracle.assert_scale_cotangent_close(a[6].sum(0), gain_want, np.float32, tolerance=1e-5)
+
+    def moved(again):
+        totals = rows * gain.nbytes * (again - 1)  # where they are not kept, they are read and written with each row
+        return {0: (again * x.nbytes, 0), 1: (again * x.nbytes * has_residual, 0), 2: (again * x.nbytes, 0), 3: (x.nbytes * has_sum, 0),
+                4: (2 * rows * gain.nbytes, 0), 5: (0, x.nbytes), 6: (totals, gain_bar.nbytes + totals) if wants_gain else (0, 0)}
+
+    return Call([x, residual if has_residual else x, normed_bar, sum_bar if has_sum else x, gain, s_bar, gain_bar],
+                struct.pack("IIIf", rows, width, teams, EPSILON), check, moved, sums=2, teams=teams)
