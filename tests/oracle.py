@@ -198,14 +198,14 @@ def assert_close(got, want, dtype, *, rtol=None, atol=None, what="value"):
     _assert_within(values, want, rtol * np.abs(want) + atol, what)
 
 
-def assert_derivative_close(got, want, size, dtype, *, rounded_factors=False, what="derivative"):
+def assert_derivative_close(got, want, size, dtype, *, rounded_factors=0, what="derivative"):
     """A tangent or cotangent of `dtype`; `size` is the size of its row's largest summand.
 
-    rounded_factors: a factor of each summand may be the stored one, so that the summand is half an ulp off.
+    rounded_factors: how many factors of a summand may be the stored ones, each of which puts it half an ulp off.
     """
     values, finite = _same_shape_and_kind(np.asarray(got), want, dtype, what)
     least = np.finfo(np.float32).tiny if name_of(dtype) != "float16" else 2.0**-24
-    floor = CANCELLATION[name_of(dtype)] * (8 if rounded_factors and np.dtype(dtype).itemsize == 2 else 1)
+    floor = CANCELLATION[name_of(dtype)] * (8 * rounded_factors if rounded_factors and np.dtype(dtype).itemsize == 2 else 1)
     limit = DERIVATIVE_ULPS[name_of(dtype)] * np.abs(want) + floor * size + least
     _assert_within(np.where(finite, values, 0), np.where(finite, want, 0), np.broadcast_to(limit, want.shape), what)
 

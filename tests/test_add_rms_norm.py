@@ -203,7 +203,7 @@ def check_derivatives(primals, tangents, cotangents, jvp, vjp, **options):
     for name, got, want in zip(("normed", "sum"), jvp, wants):
         # a sum that is rounded before it is normed has a tangent that may be, too
         oracle.assert_derivative_close(got, *want, x.dtype, what=f"tangent of {name}, {what}",
-                                       rounded_factors=late or options["sum_rounding"] == "storage")
+                                       rounded_factors=late + (options["sum_rounding"] == "storage"))
     want, size, want_scale = oracle.add_rms_norm_vjp(x, residual, scale, *cotangents, **options)
     oracle.assert_derivative_close(vjp[0], want, size, x.dtype, rounded_factors=late, what=f"cotangent of x, {what}")
     oracle.assert_same_bits(vjp[1], vjp[0], what=f"cotangent of residual, {what}")

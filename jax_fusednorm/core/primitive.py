@@ -67,7 +67,7 @@ class _RowPrimitive:
     """A primitive that works row by row, with its abstract eval, impl, batching and lowering rules.
 
     reference(*operands, mean, **params) -> results; axes(params) -> (operand axes, result axes); whole: the axes that are reduced;
-    kernel(call, *operands, **params) -> results, or None where the reference is all there is.
+    kernel(call, *operands, **params) -> results, or NotImplemented for what it does not cover; None where the reference is all there is.
 
     It is two primitives of one name. The one with kernels asks for its devices while lowering, which JAX refuses to abstract
     meshes and to programs of several meshes; so a call that can only run jnp binds the plain one.
@@ -123,7 +123,9 @@ class _RowPrimitive:
         platforms = (platform,) if platform else tuple(ctx.platforms or ctx.module_context.platforms)
 
         def place(launcher):
-            body = functools.partial(self.kernel, functools.partial(ffi.call, launcher), **params)
+            def body(*operands):
+                out = self.kernel(functools.partial(ffi.call, launcher), *operands, **params)
+                return self.reference(*operands, **params) if out is NotImplemented else out
             return sharding.place(self, body, ctx, params)
 
         body = functools.partial(self.reference, **params)

@@ -88,7 +88,8 @@ def _jvp_at_the_sum(primals, tangents, spec):
 
 
 def _norm_and_input(s, scale=None, *, spec, mean=last_mean):
-    return [*_rms_norm.reference(s, scale, spec=spec, mean=mean), s]
+    wide = s.astype(compute_dtype(s.dtype))  # both results come from it, so that their cotangents are added before they are rounded
+    return [_rms_norm.normalized(wide, scale, s.dtype, spec, mean).astype(s.dtype), wide.astype(s.dtype)]
 
 
 ADD_RMS_NORM = Op("add_rms_norm", reference, operands=("*d", "*d", "d"), results=("*d", "*d"), kernel=kernel,

@@ -32,8 +32,9 @@ def tangent_kernel(call, *args, spec, active, points=1):
     at, scale, tangents = _split(args, active, points)
     x, width = at[0], at[0].shape[-1]
     moving = tangents[:sum(active[:points])]
-    s_dot = moving[0] if len(moving) == 1 else sum(t.astype(jnp.float32) for t in moving) + jnp.zeros(x.shape, jnp.float32)
-    s_dot = s_dot.astype(x.dtype)
+    if len(moving) == 2 and x.dtype.itemsize < 4:
+        return NotImplemented  # their sum would be rounded before it is used
+    s_dot = sum(moving) if moving else jnp.zeros_like(x)
     gain_dot = [tangents[-1].astype(jnp.float32)] if any(active[points:]) else []
     [normed_dot] = call("rms_norm_tangent", [jax.ShapeDtypeStruct(x.shape, x.dtype)],
                         *at, s_dot, _gain(scale, width, spec), *gain_dot,
