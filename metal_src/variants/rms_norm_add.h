@@ -6,7 +6,7 @@ inline Entry find_rms_norm_add(const Argument* a) {
     return with_scale(a[1], [&](auto w) {
       return with_flag<rounds<TYPE(t)> && present<TYPE(w)>>(a[2], [&](auto in_t) {
         return with_flag<rounds<TYPE(t)>>(a[3], [&](auto round_norm) {
-          return ENTRY((rms_norm_add<TYPE(t), TYPE(w), in_t.value, round_norm.value, SHAPE(KEPT)>));
+          return ENTRY((rms_norm_add<TYPE(t), TYPE(w), in_t.value, round_norm.value, SHAPE(rounds<TYPE(t)> ? KEPT : READ_AGAIN)>));
         });
       });
     });
