@@ -78,8 +78,7 @@ def measure(calls, rounds):
         for key in order[index % len(order):] + order[: index % len(order)]:
             call, n = calls[key], repeats[key]
             time.sleep(PAUSE)
-            if n > 1:
-                call()  # wakes the threads and brings small operands back into the cache
+            call()  # wakes the threads, brings small operands back into the cache, and settles the page tables after a contestant's maps
             times[key].append(seconds(lambda: [call() for _ in range(n)]) / n)
     return {key: np.array(t) for key, t in times.items()}
 
