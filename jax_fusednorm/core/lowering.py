@@ -91,13 +91,13 @@ def choose(platforms, requested, ctx):
         return refused(why_not)
     if requested == "auto" and ctx.module_context.lowering_parameters.for_export:
         return Decision("jnp", "exported under implementation='auto'")
-    for launcher in launchers:
-        library = ffi.library(launcher)
-        if library.targets:
+    libraries = [ffi.library(launcher) for launcher in launchers]
+    for launcher, library in zip(launchers, libraries):
+        if library.usable:
             if not may_use_kernels(requested):
                 return refused(f"this process's default platform, {jax.default_backend()}, has no kernels")
             return Decision(launcher, library.about)
-    return refused(library.about)
+    return refused("; ".join(library.about for library in libraries))
 
 
 _record = contextvars.ContextVar("jax_fusednorm_decisions", default=None)
