@@ -15,7 +15,7 @@ import jax_fusednorm
 
 # Counts changes of the handlers' operands, attributes or results; part of every target's name.
 ABI = 1
-_PLATFORM = {"host": "cpu"}  # the JAX platform each launcher's handlers are registered for
+_PLATFORM = {"host": "cpu", "metal": "cpu"}  # the JAX platform each launcher's handlers are registered for
 _REBUILD = "reinstall with `pip install --force-reinstall --no-cache-dir jax_fusednorm` (in a checkout: `pip install -e .`)"
 
 
