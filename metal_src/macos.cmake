@@ -10,3 +10,4 @@ set(CMAKE_CXX_COMPILER ${ZIG} c++)
 set(CMAKE_INSTALL_NAME_TOOL true)  # CMake wants one, and nothing here needs it
 set(CMAKE_INSTALL_NAME_DIR @rpath)
 set(CMAKE_BUILD_WITH_INSTALL_NAME_DIR ON)
+set(CMAKE_SHARED_LINKER_FLAGS_INIT -s)  # no symbols beyond those that the loader reads, and no paths of this machine
