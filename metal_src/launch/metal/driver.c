@@ -30,7 +30,7 @@ char* text_of(const char* format, ...) {
 
 // dlopen, or null with the reason in `unavailable`.
 static void* opened(const char* path) {
-  void* library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);  // global: what a stand-in compiles links to it
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library) unavailable = text_of("the Metal driver cannot be loaded: %s", dlerror());
   return library;
 }
