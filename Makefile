@@ -8,16 +8,28 @@ PYTEST ?=
 BIN := $(VENV)/bin
 SOURCES := $(shell find metal_src -type f)
 
-.PHONY: demo test slow bench info standin clean
+.PHONY: demo test slow bench info macos standin clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/train_lm.py --output out/train_lm.png
 
+# The kernels are tested wherever they can run: Metal's on Apple silicon, and on x86-64 Linux over a stand-in for its driver.
+MACHINE := $(shell uname -sm)
+IMPLEMENTATIONS = jnp,host
+ifeq ($(MACHINE),Darwin arm64)
+IMPLEMENTATIONS = jnp,host,metal
+else ifeq ($(MACHINE),Linux x86_64)
+IMPLEMENTATIONS = jnp,host,metal
+DRIVER = JAX_FUSEDNORM_METAL_DRIVER=$(STANDIN)
+test slow: standin
+endif
+RUN_TESTS = JAX_FUSEDNORM_REQUIRE_KERNELS=1 $(DRIVER) $(BIN)/python -m pytest -q -n 2 --implementations $(IMPLEMENTATIONS)
+
 test: $(VENV)/ready
-	JAX_FUSEDNORM_REQUIRE_KERNELS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST)
+	$(RUN_TESTS) $(PYTEST)
 
 slow: $(VENV)/ready
-	JAX_FUSEDNORM_REQUIRE_KERNELS=1 $(BIN)/python -m pytest -q -n 2 --slow $(PYTEST)
+	$(RUN_TESTS) --slow $(PYTEST)
 
 bench: $(VENV)/ready
 	$(BIN)/pip install -q -e '.[benchmarks]'
@@ -25,6 +37,11 @@ bench: $(VENV)/ready
 
 info: $(VENV)/ready
 	$(BIN)/python -m jax_fusednorm info
+
+# The native libraries for Apple silicon, built on any machine, in build/macos.
+macos: $(VENV)/ready
+	export PATH="$(CURDIR)/$(BIN):$$PATH" && \
+	  cmake -G Ninja -S metal_src -B build/macos --toolchain macos.cmake -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python && cmake --build build/macos
 
 # The stand-in for Apple's Metal driver, for tests (metal_src/emulator). Prints where it is.
 STANDIN := $(CURDIR)/build/standin/libstandin.so

@@ -1,7 +1,8 @@
-"""Named shapes, shared by the tests and the benchmarks."""
+"""Named shapes, shared by the tests and the benchmarks, and how many of them an implementation is tried on."""
 
 import dataclasses
 import math
+import os
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,3 +63,16 @@ HUGE_WIDTHS = (65536, 262144)
 
 # Every batch of leading dimensions that a rank can bring.
 LEADING = ((), (1,), (5,), (2, 3), (2, 1, 3), (0,), (3, 0), (1, 1, 1, 2))
+
+# A stand-in for Metal's driver compiles each instantiation when it is first used, and runs it lane by lane.
+STAND_IN = "JAX_FUSEDNORM_METAL_DRIVER" in os.environ
+
+
+def some(implementation, sizes, part, parts):
+    """All of `sizes`; one part of them for jnp, which compiles slowly and has no code of its own for any size, and for a stand-in."""
+    return sizes[part % parts::parts] if implementation == "jnp" or implementation == "metal" and STAND_IN else sizes
+
+
+def repeated(implementation, rows, runs):
+    """(rows, runs) of a call that is large so that its threads meet, and is made again and again. A stand-in interleaves few as well."""
+    return (rows // 50, runs // 20 + 2) if implementation == "metal" and STAND_IN else (rows, runs)

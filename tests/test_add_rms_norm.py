@@ -9,7 +9,7 @@ import pytest
 
 import oracle
 from cases import (DECODE, DTYPES, EDGE_WIDTHS, HUGE_WIDTHS, LEADING, MODELS, ROWS, SCALE_DTYPES, SLOW_ROWS,
-                   TAIL_WIDTHS, WIDTHS)
+                   TAIL_WIDTHS, WIDTHS, some)
 from jax_fusednorm import add_rms_norm
 from plain import OPTIONS, draw, draw_scale, options_for
 
@@ -42,17 +42,14 @@ def calls_for(shapes, dtype, scale_dtype):
 def test_every_width_dtype_and_option(implementation, dtype, scale_dtype):
     for i, options in enumerate(options_for(scale_dtype)):
         for j, sum_rounding in enumerate(SUM_ROUNDINGS):
-            # jnp compiles slowly, and has no code of its own for any width
-            widths = WIDTHS[2 * i + j::8] if implementation == "jnp" else WIDTHS
+            widths = some(implementation, WIDTHS, 2 * i + j, 8)
             calls = calls_for([(2, width) for width in widths], dtype, scale_dtype)
             check(implementation, calls, sum_rounding=sum_rounding, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_widths_around_every_boundary(implementation, dtype):
-    widths = TAIL_WIDTHS + EDGE_WIDTHS
-    if implementation == "jnp":
-        widths = widths[::7]
+    widths = some(implementation, TAIL_WIDTHS + EDGE_WIDTHS, 0, 7)
     check(implementation, calls_for([(2, width) for width in widths], dtype, dtype))
 
 
@@ -189,7 +186,7 @@ def test_derivatives(implementation, dtype, scale_dtype):
     for i, options in enumerate(options_for(scale_dtype)):
         for j, sum_rounding in enumerate(SUM_ROUNDINGS):
             op = functools.partial(add_rms_norm, implementation=implementation, sum_rounding=sum_rounding, **options)
-            here = arguments[(2 * i + j) % 3::3] if implementation == "jnp" else arguments
+            here = some(implementation, arguments, 2 * i + j, 3)
             got = jax.jit(lambda arguments: [(jax.jvp(op, p, t)[1], jax.vjp(op, *p)[1](c)) for p, t, c in arguments])(here)
             for (primals, tangents, cotangents), (jvp, vjp) in zip(here, got):
                 check_derivatives(primals, tangents, cotangents, jvp, vjp, sum_rounding=sum_rounding, **options)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import oracle
+from cases import repeated
 from ops import every_op
 from plain import draw, draw_scale
 
@@ -92,33 +93,36 @@ def test_bits_do_not_depend_on_what_else_is_in_the_program(kernel, tested):
 def test_a_hundred_runs_give_the_same_bits(implementation, tested):
     # thousands of rows, so that every worker has some
     f = jax.jit(tested.bound(implementation))
-    args = tested.arguments((3000, 129), "bfloat16", "float32")
+    rows, runs = repeated(implementation, 3000, 100)
+    args = tested.arguments((rows, 129), "bfloat16", "float32")
     want = rows_of(f(*args), slice(None))
-    for i in range(100):
+    for i in range(runs):
         same(f(*args), want, f"run {i}")
 
 
 @every_op
 def test_a_hundred_runs_of_the_gradient_give_the_same_bits(implementation, tested):
     f = tested.bound(implementation)
-    args = tested.arguments((1500, 65), "bfloat16", "float32")
+    rows, runs = repeated(implementation, 1500, 100)
+    args = tested.arguments((rows, 65), "bfloat16", "float32")
     pull = jax.jit(lambda *args: jax.vjp(f, *args)[1](f(*args)))
     want = rows_of(pull(*args), slice(None))
-    for i in range(100):
+    for i in range(runs):
         same(pull(*args), want, f"run {i}")
 
 
 @every_op
 def test_concurrent_calls_from_eight_threads(implementation, tested):
     f = jax.jit(tested.bound(implementation))
-    arguments = [tested.arguments((500 + 7 * i, 129), "bfloat16", "float32", seed=20 * i) for i in range(8)]
+    rows, runs = repeated(implementation, 500, 20)
+    arguments = [tested.arguments((rows + 7 * i, 129), "bfloat16", "float32", seed=20 * i) for i in range(8)]
     wants = [rows_of(f(*args), slice(None)) for args in arguments]
     failures, start = [], threading.Barrier(8)
 
     def work(i):
         try:
             start.wait(60)
-            for run in range(20):
+            for run in range(runs):
                 same(f(*arguments[i]), wants[i], f"thread {i}, run {run}")
         except BaseException as error:
             failures.append(error)

@@ -50,7 +50,7 @@ def pretend(monkeypatch, tmp_path):
 
 def describing(version=jax_fusednorm.__version__, abi=ffi.ABI, minor=0):
     return (f'const char* jax_fusednorm_describe(void) '
-            f'{{ return "version={version};abi={abi};ffi={minor};about=a library;targets=rms_norm"; }}')
+            f'{{ return "version={version};abi={abi};ffi={minor};targets=rms_norm"; }}')
 
 
 BROKEN = {

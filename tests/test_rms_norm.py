@@ -9,7 +9,7 @@ import pytest
 
 import oracle
 from cases import (DECODE, DTYPES, EDGE_WIDTHS, HUGE_WIDTHS, LEADING, MODELS, ROWS, SCALE_DTYPES, SLOW_ROWS,
-                   TAIL_WIDTHS, WIDTHS)
+                   TAIL_WIDTHS, WIDTHS, some)
 from jax_fusednorm import rms_norm
 from plain import OPTIONS, draw, draw_scale, options_for
 
@@ -38,16 +38,13 @@ def calls_for(shapes, dtype, scale_dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_width_dtype_and_option(implementation, dtype, scale_dtype):
     for i, options in enumerate(options_for(scale_dtype)):
-        # jnp compiles slowly, and has no code of its own for any width
-        widths = WIDTHS[i::4] if implementation == "jnp" else WIDTHS
+        widths = some(implementation, WIDTHS, i, 4)
         check(implementation, calls_for([(2, width) for width in widths], dtype, scale_dtype), **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_widths_around_every_boundary(implementation, dtype):
-    widths = TAIL_WIDTHS + EDGE_WIDTHS
-    if implementation == "jnp":
-        widths = widths[::7]
+    widths = some(implementation, TAIL_WIDTHS + EDGE_WIDTHS, 0, 7)
     check(implementation, calls_for([(2, width) for width in widths], dtype, dtype))
 
 
@@ -197,7 +194,7 @@ def derivatives(implementation, shapes, dtype, scale_dtype, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_derivatives(implementation, dtype, scale_dtype):
     for i, options in enumerate(options_for(scale_dtype)):
-        shapes = DERIVATIVE_SHAPES[i % 3::3] if implementation == "jnp" else DERIVATIVE_SHAPES
+        shapes = some(implementation, DERIVATIVE_SHAPES, i, 3)
         found = derivatives(implementation, shapes, dtype, scale_dtype, **options)
         for (primals, tangents, dn), (jvp, vjp) in zip(*found):
             x, scale = (*primals, None)[:2]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import oracle
-from cases import DTYPES, EDGE_WIDTHS, LEADING, MODELS, ROWS, SCALE_DTYPES, TAIL_WIDTHS, WIDTHS
+from cases import DTYPES, EDGE_WIDTHS, LEADING, MODELS, ROWS, SCALE_DTYPES, TAIL_WIDTHS, WIDTHS, some
 from jax_fusednorm import rms_norm_add
 from plain import draw, draw_scale, options_for
 
@@ -38,16 +38,15 @@ def calls_for(shapes, dtype, scale_dtype):
 def test_every_width_dtype_and_option(implementation, dtype, scale_dtype):
     for i, options in enumerate(options_for(scale_dtype)):
         for j, norm_rounding in enumerate(NORM_ROUNDINGS):
-            # jnp compiles slowly, and has no code of its own for any width
-            widths = WIDTHS[2 * i + j::8] if implementation == "jnp" else WIDTHS
+            widths = some(implementation, WIDTHS, 2 * i + j, 8)
             check(implementation, calls_for([(2, width) for width in widths], dtype, scale_dtype),
                   norm_rounding=norm_rounding, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_widths_around_every_boundary(implementation, dtype):
-    widths = TAIL_WIDTHS + EDGE_WIDTHS
-    check(implementation, calls_for([(2, width) for width in (widths[::7] if implementation == "jnp" else widths)], dtype, dtype))
+    widths = some(implementation, TAIL_WIDTHS + EDGE_WIDTHS, 0, 7)
+    check(implementation, calls_for([(2, width) for width in widths], dtype, dtype))
 
 
 def test_rows_leading_dimensions_and_model_widths(implementation):

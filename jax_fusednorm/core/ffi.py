@@ -15,17 +15,34 @@ import jax_fusednorm
 
 # Counts changes of the handlers' operands, attributes or results; part of every target's name.
 ABI = 1
-_PLATFORM = {"host": "cpu"}  # the JAX platform each launcher's handlers are registered for
+_PLATFORM = {"host": "cpu", "metal": "cpu"}  # the JAX platform each launcher's handlers are registered for
 _REBUILD = "reinstall with `pip install --force-reinstall --no-cache-dir jax_fusednorm` (in a checkout: `pip install -e .`)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A launcher's native library: the kernels it brought (none if unusable), and a sentence about it."""
+    """A launcher's native library: its name, or why there is none, and the kernels it brought."""
 
-    targets: frozenset
-    about: str
+    name: str
+    targets: frozenset = frozenset()
     handle: ctypes.CDLL | None = None
+
+    def _status(self):
+        if self.handle is None:
+            return False, self.name
+        usable = ctypes.c_int()
+        text = self.handle.jax_fusednorm_status(ctypes.byref(usable)).decode()
+        return bool(usable), f"{self.name}, {text}" if usable else text
+
+    @property
+    def usable(self):
+        """Whether its kernels can run here: a driver may be missing."""
+        return self._status()[0]
+
+    @property
+    def about(self):
+        """What runs its kernels, or why nothing does."""
+        return self._status()[1]
 
 
 def target(launcher, kernel):
@@ -42,20 +59,20 @@ def call(launcher, kernel, results, *operands, **attributes):
 def library(launcher):
     """Load, check and register a launcher's library, once. Never raises: a refused one warns, and jnp runs."""
     if launcher not in _PLATFORM:
-        return Library(frozenset(), f"this version has no {launcher} kernels")
+        return Library(f"this version has no {launcher} kernels")
     folder, path = _find(launcher)
     if path is None:
-        return Library(frozenset(), _why_absent(folder, launcher))
+        return Library(_why_absent(folder, launcher))
     try:
-        handle, targets, about = _load(launcher, path)
+        handle, targets = _load(path)
     except _Refused as refusal:
         about = f"the library of the {launcher} kernels, {path.name}, {refusal}"
         warnings.warn(f"jax_fusednorm: {about}; running jnp instead. To fix it, {_REBUILD}.", stacklevel=2)
-        return Library(frozenset(), about)
+        return Library(about)
     for kernel in targets:
         capsule = jax.ffi.pycapsule(getattr(handle, target(launcher, kernel)))
         jax.ffi.register_ffi_target(target(launcher, kernel), capsule, platform=_PLATFORM[launcher])
-    return Library(frozenset(targets), about, handle)
+    return Library(path.name, frozenset(targets), handle)
 
 
 def load_all():
@@ -83,7 +100,7 @@ def _why_absent(folder, launcher):
     return f"the {launcher} kernels are not built: {reason}"
 
 
-def _load(launcher, path):
+def _load(path):
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
@@ -101,7 +118,8 @@ def _load(launcher, path):
     if newest is not None and int(stamp["ffi"]) > newest:
         # registering it would stop JAX's cpu backend from starting
         raise _Refused(f"was built for XLA FFI 0.{stamp['ffi']}, newer than this jaxlib's 0.{newest}")
-    return handle, stamp["targets"].split(","), f"{path.name}, {stamp['about']}"
+    handle.jax_fusednorm_status.restype = ctypes.c_char_p
+    return handle, stamp["targets"].split(",")
 
 
 def _runtime_ffi_minor():

@@ -13,7 +13,8 @@ import jax
 from . import checks, ffi
 
 # The kernel builds that each platform can launch, best first. Every other platform runs the reference.
-LAUNCHERS = {"cpu": ("host",)}
+LAUNCHERS = {"cpu": ("host", "metal")}
+BY_NAME_ONLY = ("metal",)  # not under "auto"
 IMPLEMENTATIONS = ("auto", "jnp", "kernel", "host", "metal", "cuda")
 VARIABLE = "JAX_FUSEDNORM_IMPLEMENTATION"
 
@@ -65,10 +66,16 @@ def uncovered(avals):
             return f"shape {list(aval.shape)} needs more than 31 bits to count its rows or columns"
 
 
+def launchers_for(platform, requested):
+    """The kernel builds that a call may run there, best first."""
+    return tuple(launcher for launcher in LAUNCHERS.get(platform, ())
+                 if requested in ("kernel", launcher) or requested == "auto" and launcher not in BY_NAME_ONLY)
+
+
 def may_use_kernels(requested):
     """Whether a call may be lowered to a kernel at all. False for "auto" where the process's own platform has none."""
     if requested == "auto":
-        return any(ffi.library(launcher).targets for launcher in LAUNCHERS.get(jax.default_backend(), ()))
+        return any(ffi.library(launcher).targets for launcher in launchers_for(jax.default_backend(), requested))
     return requested != "jnp"
 
 
@@ -79,25 +86,22 @@ def choose(platforms, requested, ctx):
 
     if requested == "jnp":
         return Decision("jnp", "asked for by implementation='jnp'")
-    launchers = LAUNCHERS.get(platforms[0], ()) if len(platforms) == 1 else ()
-    if requested not in ("auto", "kernel"):
-        if requested not in launchers:
-            return refused(f"the {requested} kernels cannot run on platform {'/'.join(platforms)}")
-        launchers = (requested,)
+    launchers = launchers_for(platforms[0], requested) if len(platforms) == 1 else ()
     if not launchers:
-        return refused(f"there are no kernels for platform {'/'.join(platforms)}")
+        kind = "" if requested in ("auto", "kernel") else f"{requested} "
+        return refused(f"there are no {kind}kernels for platform {'/'.join(platforms)}")
     why_not = uncovered(ctx.avals_in)
     if why_not:
         return refused(why_not)
     if requested == "auto" and ctx.module_context.lowering_parameters.for_export:
         return Decision("jnp", "exported under implementation='auto'")
-    for launcher in launchers:
-        library = ffi.library(launcher)
-        if library.targets:
+    libraries = [ffi.library(launcher) for launcher in launchers]
+    for launcher, library in zip(launchers, libraries):
+        if library.usable:
             if not may_use_kernels(requested):
                 return refused(f"this process's default platform, {jax.default_backend()}, has no kernels")
             return Decision(launcher, library.about)
-    return refused(library.about)
+    return refused("; ".join(library.about for library in libraries))
 
 
 _record = contextvars.ContextVar("jax_fusednorm_decisions", default=None)

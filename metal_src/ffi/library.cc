@@ -17,10 +17,18 @@ Target::Target(const char* kernel) { targets() += (targets().empty() ? "" : ",")
 
 extern "C" {
 
-// key=value;...: the package version and ABI it was built from, the XLA FFI minor version of its headers, a word on the build, its targets.
+// key=value;...: the package version and ABI it was built from, the XLA FFI minor version of its headers, its targets.
 __attribute__((visibility("default"))) const char* jax_fusednorm_describe() {
-  static const std::string text = "version=" VERSION ";abi=" TEXT(ABI) ";ffi=" TEXT(XLA_FFI_API_MINOR) ";about=" + launcher::about() +
-                                  ";targets=" + targets();
+  static const std::string text = "version=" VERSION ";abi=" TEXT(ABI) ";ffi=" TEXT(XLA_FFI_API_MINOR) ";targets=" + targets();
+  return text.c_str();
+}
+
+// What runs the kernels, for people; or, where *usable becomes 0, why nothing does. Valid until the thread asks again.
+__attribute__((visibility("default"))) const char* jax_fusednorm_status(int* usable) {
+  static thread_local std::string text;
+  bool can = false;
+  text = launcher::status(&can);
+  *usable = can;
   return text.c_str();
 }
 

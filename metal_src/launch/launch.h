@@ -9,6 +9,7 @@
 enum class Argument : uint8_t { False, True, Float, Bfloat, Half, Ones };
 
 inline Argument flag(bool value) { return value ? Argument::True : Argument::False; }
+inline int bytes_of(Argument storage) { return storage == Argument::Float ? 4 : 2; }
 
 struct Launch {
   const char* kernel;
@@ -20,6 +21,7 @@ struct Launch {
   int buffer_count = 0;
   uint32_t teams;             // rows, or blocks of rows
   uint32_t width;             // elements that a team shares
+  int element_bytes;          // of each of them
   uint32_t kept;              // rows that a team keeps between its sweeps, where that takes memory of its own
   size_t bytes;               // that one team moves
   const void* params;
@@ -33,6 +35,7 @@ struct Launch {
   void over(uint32_t count, const Rows& at, size_t bytes_a_team, uint32_t rows_kept, const Params& p) {
     teams = count;
     width = at.width;
+    element_bytes = bytes_of(at.storage);
     bytes = bytes_a_team;
     kept = rows_kept;
     params = &p;

@@ -176,7 +176,8 @@ ffi::Error run(Context& pool, const Launch& launch) {
   return work->out_of_memory ? no_memory(launch) : ffi::Error::Success();
 }
 
-std::string about() {
+std::string status(bool* usable) {
+  *usable = true;
 #if defined(__x86_64__)
   return std::string("compiled for x86-64-") + host::level_names[host::level()];
 #else

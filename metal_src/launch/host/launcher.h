@@ -11,7 +11,7 @@ namespace launcher {
 using Context = xla::ffi::ThreadPool;
 
 xla::ffi::Error run(Context& pool, const Launch& launch);
-std::string about();            // the build in use, for people
-void poison_outputs(bool on);   // tests: fill every result with NaN before the kernel runs
+std::string status(bool* usable);  // what runs the kernels, for people; or why nothing does
+void poison_outputs(bool on);      // tests: fill every result with NaN before the kernel runs
 
 }  // namespace launcher

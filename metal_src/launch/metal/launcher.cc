@@ -1,0 +1,118 @@
+#include "launch/metal/launcher.h"
+
+#include <atomic>
+#include <cctype>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "kernel_texts.h"
+#include "launch/metal/metal.h"
+#include "launch/shape.h"
+
+namespace launcher {
+namespace {
+
+namespace ffi = xla::ffi;
+
+std::atomic<bool> poison{false};
+
+ffi::Error failed(ffi::ErrorCode code, const std::string& what, char* why) {
+  const std::string message = what + ": " + why;
+  std::free(why);
+  return ffi::Error(code, message);
+}
+
+// The text that defines a kernel; null if there is none.
+const char* text_of(const char* kernel) {
+  for (auto* each = kernel_texts; each->kernel; ++each)
+    if (!std::strcmp(each->kernel, kernel)) return each->text;
+  return nullptr;
+}
+
+// A kernel with all its template arguments, compiled when first wanted.
+struct Instance {
+  std::mutex lock;
+  MetalPipeline pipeline = {};
+};
+
+// Instances live as long as the process: calls may be under way when it ends.
+Instance& instance_of(const std::string& name) {
+  static std::mutex& lock = *new std::mutex;
+  static auto& all = *new std::map<std::string, std::unique_ptr<Instance>>;
+  std::lock_guard<std::mutex> guard(lock);
+  auto& found = all[name];
+  if (!found) found = std::make_unique<Instance>();
+  return *found;
+}
+
+ffi::Error compile(const Launch& launch, const std::string& name, MetalPipeline* pipeline) {
+  const char* const text = text_of(launch.kernel);
+  if (!text) return ffi::Error(ffi::ErrorCode::kUnimplemented, "the Metal library has no kernel " + name);
+  std::string function = name;
+  for (char& c : function)
+    if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+  const std::string line = "template [[host_name(\"" + function + "\")]] [[kernel]] decltype(" + name + ") " + name + ";\n";
+  char* const error = metal_compile((text + line).c_str(), function.c_str(), pipeline);
+  return error ? failed(ffi::ErrorCode::kInternal, "Metal does not compile " + name, error) : ffi::Error::Success();
+}
+
+// The kernel's name with all its template arguments.
+std::string spelled(const Launch& launch, const Shape& shape) {
+  std::string name = ::spelled(launch);
+  name.pop_back();
+  for (int number : {shape.v, shape.r, shape.sg, shape.teams}) name += ", " + std::to_string(number);
+  return name + ">";
+}
+
+int threads_of(const Shape& shape) { return shape.teams * shape.sg * simd_width; }
+
+// A compiled kernel and its shape: the one that the width wants, or one with fewer threads if the kernel's registers allow no more.
+ffi::Error prepare(const Launch& launch, Shape* shape, std::string* name, MetalPipeline* pipeline) {
+  for (int most = most_simdgroups;; most = int(pipeline->max_threads) / simd_width) {
+    *shape = shape_of(launch.width, launch.element_bytes, most);
+    *name = spelled(launch, *shape);
+    Instance& instance = instance_of(*name);
+    std::lock_guard<std::mutex> guard(instance.lock);
+    if (!instance.pipeline.state)
+      if (ffi::Error error = compile(launch, *name, &instance.pipeline); error.failure()) return error;
+    *pipeline = instance.pipeline;
+    if (threads_of(*shape) <= int(pipeline->max_threads)) return ffi::Error::Success();
+    if (int(pipeline->max_threads) < simd_width)
+      return ffi::Error(ffi::ErrorCode::kInternal, *name + ": Metal allows it " + std::to_string(pipeline->max_threads) + " threads");
+  }
+}
+
+}  // namespace
+
+ffi::Error run(Context&, const Launch& launch) {
+  if (const char* why = metal_unavailable()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, ::spelled(launch) + ": " + why);
+  if (poison)
+    for (int i = 0; i < launch.buffer_count; ++i)
+      if (launch.written[i]) std::memset(launch.buffers[i], 0xff, launch.buffer_bytes[i]);
+  if (launch.teams == 0) return ffi::Error::Success();
+
+  Shape shape;
+  std::string name;
+  MetalPipeline pipeline;
+  if (ffi::Error error = prepare(launch, &shape, &name, &pipeline); error.failure()) return error;
+  MetalArray arrays[16];
+  for (int i = 0; i < launch.buffer_count; ++i) arrays[i] = {launch.buffers[i], launch.buffer_bytes[i], launch.written[i]};
+  const uint32_t groups = uint32_t((uint64_t(launch.teams) + shape.teams - 1) / shape.teams);
+  const size_t scratch_bytes = shape.sg > 1 ? shape.sg * sizeof(float) : 0;
+  const MetalDispatch dispatch{pipeline, arrays, launch.buffer_count, launch.params, launch.params_bytes, groups, uint32_t(threads_of(shape)), scratch_bytes};
+  char* const error = metal_run(&dispatch, 1);
+  return error ? failed(ffi::ErrorCode::kInternal, name, error) : ffi::Error::Success();
+}
+
+std::string status(bool* usable) {
+  const char* const why = metal_unavailable();
+  *usable = !why;
+  return why ? why : metal_device();
+}
+
+void poison_outputs(bool on) { poison = on; }
+
+}  // namespace launcher

@@ -1,0 +1,113 @@
+// Calls the Metal launcher as handlers do, for sanitizers and a stand-in driver to watch. metal_launcher threads COUNT CALLS: many threads
+// at once. metal_launcher chain: two dispatches in one command buffer, the second on the first one's result.
+#include <dlfcn.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernel_texts.h"
+#include "launch/metal/launcher.h"
+#include "launch/metal/metal.h"
+typedef uint32_t uint;
+#include "kernels/params.h"
+
+namespace {
+
+constexpr float epsilon = 0.5f;
+
+std::vector<float> norm(const float* x, uint32_t rows, uint32_t width, float scale) {
+  std::vector<float> normed;
+  for (uint32_t r = 0; r < rows; ++r, x += width) {
+    double squares = 0;
+    for (uint32_t i = 0; i < width; ++i) squares += double(x[i]) * x[i];
+    for (uint32_t i = 0; i < width; ++i) normed.push_back(float(x[i] / std::sqrt(squares / width + epsilon) * scale));
+  }
+  return normed;
+}
+
+bool close(const float* got, const std::vector<float>& want) {
+  for (size_t i = 0; i < want.size(); ++i)
+    if (!(std::fabs(got[i] - want[i]) <= 1e-5)) return false;
+  return true;
+}
+
+// An array `floats_off` a boundary of 64 bytes.
+struct Array {
+  explicit Array(size_t floats, size_t floats_off) : memory(static_cast<float*>(std::aligned_alloc(64, (floats + 31) / 16 * 64))), data(memory + floats_off) {
+    for (size_t i = 0; i < floats; ++i) data[i] = float(i % 13) - 5;
+  }
+  ~Array() { std::free(memory); }
+  float *const memory, *const data;
+};
+
+// One rms_norm<float>; what went wrong, or nothing.
+std::string call(uint32_t rows, uint32_t width, bool with_scale, size_t floats_off) {
+  const size_t bytes = rows * width * sizeof(float);
+  const Array x(rows * width, floats_off), normed(rows * width, floats_off);
+  std::vector<float> scale(width, 2.0f);
+  struct {
+    uint32_t width;
+    Argument storage = Argument::Float;
+  } const at{width};
+  const NormParams params{rows, width, epsilon, 0.0f};
+  Launch launch("rms_norm");
+  launch.specialize(Argument::Float, with_scale ? Argument::Float : Argument::Ones, Argument::False);
+  launch.bind(x.data, bytes, false);
+  launch.bind(with_scale ? scale.data() : x.data, with_scale ? width * sizeof(float) : bytes, false);
+  launch.bind(normed.data, bytes, true);
+  launch.over(rows, at, 0, 0, params);
+  launcher::Context context(nullptr, nullptr);
+  const xla::ffi::Error error = launcher::run(context, launch);
+  if (error.failure()) return error.message();
+  return close(normed.data, norm(x.data, rows, width, with_scale ? 2 : 1)) ? "" : "a wrong value";
+}
+
+// Every thread wants the same kernels first, and then others.
+std::string calls(int thread, int count) {
+  const uint32_t widths[] = {64, 300, 2048};
+  for (int i = 0; i < count; ++i)
+    if (const std::string failure = call(1 + thread % 3, widths[(thread / 4 + i) % 3], i % 2, i % 5 == 4); !failure.empty()) return failure;
+  return "";
+}
+
+std::string chain() {
+  const char* const instance = "rms_norm<float, ones, false, 4, 1, 1, 1>";
+  std::string text;
+  for (auto* each = kernel_texts; each->kernel; ++each)
+    if (!std::strcmp(each->kernel, "rms_norm")) text = each->text;
+  text += std::string("template [[host_name(\"k\")]] [[kernel]] decltype(") + instance + ") " + instance + ";\n";
+  MetalPipeline pipeline;
+  if (const char* error = metal_unavailable()) return error;
+  if (const char* error = metal_compile(text.c_str(), "k", &pipeline)) return error;
+  const Array x(64, 0), y(64, 0), z(64, 0);
+  const MetalArray in{x.data, 256, false}, between{y.data, 256, true}, out{z.data, 256, true};
+  const MetalArray first[] = {in, in, between}, second[] = {between, between, out};
+  const NormParams params{1, 64, epsilon, 0.0f};
+  const MetalDispatch dispatches[] = {{pipeline, first, 3, &params, sizeof params, 1, 32, 0}, {pipeline, second, 3, &params, sizeof params, 1, 32, 0}};
+  if (const char* error = metal_run(dispatches, 2)) return error;
+  return close(z.data, norm(norm(x.data, 1, 64, 1).data(), 1, 64, 1)) ? "" : "a wrong value";
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  std::vector<std::string> failures(1);
+  if (count == 2) {
+    failures[0] = chain();
+  } else {
+    failures.resize(std::atoi(arguments[2]));
+    std::vector<std::thread> threads;
+    for (size_t t = 0; t < failures.size(); ++t) threads.emplace_back([&, t] { failures[t] = calls(int(t), std::atoi(arguments[3])); });
+    for (std::thread& thread : threads) thread.join();
+  }
+  void* const driver = dlopen(std::getenv("JAX_FUSEDNORM_METAL_DRIVER"), RTLD_NOW);
+  failures.push_back(reinterpret_cast<const char* (*)()>(dlsym(driver, "standin_complaints"))());
+  for (const std::string& failure : failures)
+    if (!failure.empty()) return std::fprintf(stderr, "%s\n", failure.c_str()), 1;
+  std::puts("right");
+}
