@@ -57,6 +57,7 @@ BROKEN = {
     "another version": (describing(version="0.0.1"), "is of version 0.0.1 with ABI"),
     "another ABI": (describing(abi=ffi.ABI + 1), f"with ABI {ffi.ABI + 1}, but the Python package is"),
     "newer XLA FFI": (describing(minor=1000), "was built for XLA FFI 0.1000, newer than this jaxlib's"),
+    "other sources": (describing(), "was built from other sources of this version"),
     "no stamp": ("int something_else;", "carries no version stamp"),
 }
 

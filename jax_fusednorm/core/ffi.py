@@ -118,7 +118,10 @@ def _load(path):
     if newest is not None and int(stamp["ffi"]) > newest:
         # registering it would stop JAX's cpu backend from starting
         raise _Refused(f"was built for XLA FFI 0.{stamp['ffi']}, newer than this jaxlib's 0.{newest}")
-    handle.jax_fusednorm_status.restype = ctypes.c_char_p
+    try:
+        handle.jax_fusednorm_status.restype = ctypes.c_char_p
+    except AttributeError:
+        raise _Refused("was built from other sources of this version") from None
     return handle, stamp["targets"].split(",")
 
 
