@@ -70,7 +70,7 @@ class _RowPrimitive:
     kernel(call, *operands, **params) -> results, or NotImplemented for what it does not cover; None where the reference is all there is.
 
     It is two primitives of one name. The one with kernels asks for its devices while lowering, which JAX refuses to abstract
-    meshes and to programs of several meshes; so a call that can only run jnp binds the plain one.
+    meshes among others; so a call that can only run jnp binds the plain one.
     """
 
     def __init__(self, name, reference, axes, whole, kernel, strict):
