@@ -205,7 +205,7 @@ def assert_derivative_close(got, want, size, dtype, *, rounded_factors=0, what="
     """
     values, finite = _same_shape_and_kind(np.asarray(got), want, dtype, what)
     least = np.finfo(np.float32).tiny if name_of(dtype) != "float16" else 2.0**-24
-    floor = CANCELLATION[name_of(dtype)] * (8 * rounded_factors if rounded_factors and np.dtype(dtype).itemsize == 2 else 1)
+    floor = CANCELLATION[name_of(dtype)] * (16 * rounded_factors if rounded_factors and np.dtype(dtype).itemsize == 2 else 1)
     limit = DERIVATIVE_ULPS[name_of(dtype)] * np.abs(want) + floor * size + least
     _assert_within(np.where(finite, values, 0), np.where(finite, want, 0), np.broadcast_to(limit, want.shape), what)
 

@@ -34,10 +34,14 @@ def messages(standin, text, call):
 
 
 def test_a_right_sequence_is_right(standin, messages, call):
+    def live():
+        return [standin.count(f"live {kind}") for kind in ("MTLBuffer", "MTLCommandBuffer", "MTLComputeCommandEncoder", "NSString")]
+
+    before = live()  # the launcher, if it ran in this process, keeps buffers for copies
     known = standin.run(messages)
     assert (known["$status"], known["$words"]) == (COMPLETED, None)
     assert standin.complaints() == []
-    assert [standin.count(f"live {kind}") for kind in ("MTLBuffer", "MTLCommandBuffer", "MTLComputeCommandEncoder", "NSString")] == [0] * 4
+    assert live() == before
     assert standin.count("sent commit") == 1 and standin.dispatched(1) is None
 
 
