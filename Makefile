@@ -10,7 +10,7 @@ SOURCES := $(shell find metal_src -type f)
 
 .PHONY: demo test slow bench info macos standin clean
 
-demo: $(VENV)/ready
+demo: $(VENV)/examples-ready
 	$(BIN)/python examples/train_lm.py --output out/train_lm.png
 
 # The kernels are tested wherever they can run: Metal's on Apple silicon, and on x86-64 Linux over a stand-in for its driver.
@@ -25,21 +25,20 @@ test slow: standin
 endif
 RUN_TESTS = JAX_FUSEDNORM_REQUIRE_KERNELS=1 $(DRIVER) $(BIN)/python -m pytest -q -n 2 --implementations $(IMPLEMENTATIONS)
 
-test: $(VENV)/ready
+test: $(VENV)/test-ready
 	$(RUN_TESTS) $(PYTEST)
 
-slow: $(VENV)/ready
+slow: $(VENV)/test-ready
 	$(RUN_TESTS) --slow $(PYTEST)
 
-bench: $(VENV)/ready
-	$(BIN)/pip install -q -e '.[benchmarks]'
+bench: $(VENV)/benchmarks-ready
 	$(BIN)/python benchmarks/run.py
 
-info: $(VENV)/ready
+info: $(VENV)/examples-ready
 	$(BIN)/python -m jax_fusednorm info
 
 # The native libraries for Apple silicon, built on any machine, in build/macos.
-macos: $(VENV)/ready
+macos: $(VENV)/test-ready
 	export PATH="$(CURDIR)/$(BIN):$$PATH" && \
 	  cmake -G Ninja -S metal_src -B build/macos --toolchain macos.cmake -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python && cmake --build build/macos
 
@@ -55,10 +54,11 @@ $(STANDIN): $(wildcard metal_src/emulator/* metal_src/compat/* metal_src/kernels
 	  metal_src/emulator/*.cc -o $@.new -pthread
 	mv $@.new $@
 
-# An editable install: the Python sources are used where they are, the native library is built again when its sources change.
-$(VENV)/ready: pyproject.toml jax_fusednorm/__init__.py jax_fusednorm/core/ffi.py $(SOURCES)
+# An editable install with one of the extras of pyproject.toml: the Python sources are used where they are, the native library is built
+# again when its sources change.
+$(VENV)/%-ready: pyproject.toml jax_fusednorm/__init__.py jax_fusednorm/core/ffi.py $(SOURCES)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[test,examples]' '$(JAX)'
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[$*]' '$(JAX)'
 	$(BIN)/python -m jax_fusednorm info
 	touch $@
 

@@ -36,15 +36,15 @@ class Triad:
 
     def __init__(self):
         self.rates, self.threads = [], 0
-        self.library = build("triad.c", (os.environ.get("CC", "cc"), "gcc", "clang"), "-O3", "-march=native", "-fopenmp")
-        if self.library:
-            self.library.triad_best.restype = ctypes.c_double
-            self.threads = self.library.triad_start(ctypes.c_size_t(max(4 * cache_bytes(), 2**27) // 8))
+        self.compiled = build("triad.c", (os.environ.get("CC", "cc"), "gcc", "clang"), "-O3", "-march=native", "-fopenmp")
+        if self.compiled:
+            self.compiled.triad_best.restype = ctypes.c_double
+            self.threads = self.compiled.triad_start(ctypes.c_size_t(max(4 * cache_bytes(), 2**27) // 8))
 
     def run(self, pause):
         if self.threads:
             time.sleep(pause)
-            self.rates.append(self.library.triad_best(5))
+            self.rates.append(self.compiled.triad_best(5))
 
     @property
     def best(self):
