@@ -70,7 +70,7 @@ def _watched(request):
     name = _present(request.param)
     standin = request.getfixturevalue("standin") if name == "metal" and "JAX_FUSEDNORM_METAL_DRIVER" in os.environ else None
     yield name
-    assert standin is None or standin.complaints() == []
+    assert standin is None or standin.settled() == []
 
 
 @pytest.fixture

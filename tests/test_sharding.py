@@ -60,11 +60,16 @@ def place(mesh, args, rows, scale=P()):
     return [jax.device_put(a, NamedSharding(mesh, rows if a.ndim > 1 else scale)) for a in args]
 
 
+def run(executable, placed):
+    # all of it: reading an array waits for one of its replicas
+    return jax.tree.map(np.asarray, jax.block_until_ready(executable(*placed)))
+
+
 def check(tested, implementation, direction, args, placed, want_found):
     executable, found = compiled(program(tested, implementation, direction), *placed)
     if want_found is not None:
         assert found == want_found
-    got = jax.tree.map(np.asarray, executable(*placed))
+    got = run(executable, placed)
     want = jax.tree.map(np.asarray, jax.jit(program(tested, "jnp", direction))(*args))
     assert_trees_close(got, want, rtol=1e-5, atol=1e-5)
     return executable
@@ -144,7 +149,7 @@ def test_shard_map_keeps_the_kernel(kernel, tested, direction, axis_type):
     executable, found = compiled(of_direction(tested, f, direction), *placed)
     assert found == expected(direction)
     want = jax.jit(program(tested, "jnp", direction))(*args)
-    assert_trees_close(jax.tree.map(np.asarray, executable(*placed)), jax.tree.map(np.asarray, want))
+    assert_trees_close(run(executable, placed), jax.tree.map(np.asarray, want))
 
 
 @every_op
@@ -154,8 +159,7 @@ def test_shard_map_over_one_of_two_auto_axes_runs_the_reference(kernel, tested):
                       axis_names={"b"})
     executable, found = compiled(f, *place(mesh, args, P("b")))
     assert found["kernels"] == 0
-    assert_trees_close(jax.tree.map(np.asarray, executable(*place(mesh, args, P("b")))),
-                       jax.tree.map(np.asarray, tested.bound("jnp")(*args)))
+    assert_trees_close(run(executable, place(mesh, args, P("b"))), jax.tree.map(np.asarray, tested.bound("jnp")(*args)))
 
 
 @every_op
@@ -168,7 +172,7 @@ def test_vmap_of_cut_operands_keeps_the_kernel(kernel, tested, types):
             f = jax.vmap(tested.bound(kernel), in_axes=(axis,) * tested.rows + (None,), out_axes=axis)
             executable, found = compiled(f, *placed)
             assert found == expected("forward")
-            assert_trees_close(jax.tree.map(np.asarray, executable(*placed)), jax.tree.map(np.asarray, tested.bound("jnp")(*args)))
+            assert_trees_close(run(executable, placed), jax.tree.map(np.asarray, tested.bound("jnp")(*args)))
 
 
 @every_op
@@ -183,8 +187,8 @@ def test_scan_with_remat_over_a_mesh_keeps_the_kernel(kernel, tested):
     placed = place(mesh, args, P("b"))
     executable, found = compiled(jax.grad(chained, len(args) - 1), *placed)
     assert found["all-gather"] == 0 and found["kernels"] > 0
-    got = executable(*placed)
-    assert got.shape == (SHAPE[-1],) and np.isfinite(np.asarray(got)).all()
+    got = run(executable, placed)
+    assert got.shape == (SHAPE[-1],) and np.isfinite(got).all()
 
 
 def test_an_eager_op_under_a_mesh_keeps_the_kernel(kernel):
