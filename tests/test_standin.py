@@ -202,6 +202,14 @@ def test_another_wrong_use_is_complained_of(standin, text, call, what):
     assert standin.complaints() == []
 
 
+def test_what_is_released_later_was_no_leak(standin):
+    """Another thread's call may be under way while a test asks."""
+    options = standin.send(standin.class_named("MTLCompileOptions"), "new")
+    assert checkers_of(standin.complaints()) == {"leak"}
+    standin.send(options, "release")
+    assert standin.complaints() == []
+
+
 # ---- what is right
 
 RIGHT = {

@@ -70,6 +70,11 @@ std::string complaints_after(size_t count) {
   return all;
 }
 
+void forget_after(size_t count) {
+  std::lock_guard<std::recursive_mutex> guard(lock());
+  state().complaints.resize(count);
+}
+
 bool misbehaves(const char* how, const std::string& kernel) {
   std::lock_guard<std::recursive_mutex> guard(lock());
   const auto found = state().misbehaving.find(how);

@@ -18,6 +18,7 @@ std::recursive_mutex& lock();
 bool complain(const char* checker, const char* format, ...) __attribute__((format(printf, 2, 3)));  // false: the checker is off
 size_t complaint_count();
 std::string complaints_after(size_t count);
+void forget_after(size_t count);
 bool misbehaves(const char* how, const std::string& kernel = "");
 void count(const std::string& what);
 long counted(const std::string& what);
