@@ -47,6 +47,12 @@ PREFILL = (
     Case("prefill_2048x4096_f32", (2048, 4096), "float32", "float32"),
 )
 
+# Larger than a GPU's cache; decode steps; and what the backward pass is timed on there.
+GPU = tuple(Case(f"gpu_{rows}x{width}", (rows, width), "bfloat16", "bfloat16")
+            for rows, width in ((32768, 1024), (16384, 2048), (8192, 4096), (8192, 5120), (8192, 7168), (8192, 8192), (4096, 16384)))
+GPU_DECODE = _grid("gpu_decode", (1, 32), (4096, 7168), "bfloat16", "bfloat16")
+GPU_BACKWARD = tuple(case for case in GPU if case.width in (2048, 4096, 8192))
+
 # Hidden sizes: Gemma 3 and 4, Qwen3, Llama, DeepSeek.
 MODEL_WIDTHS = (1024, 1152, 2048, 2560, 2816, 3840, 4096, 5120, 5376, 7168, 8192)
 MODELS = tuple(Case(f"model_{width}", (3, width), "bfloat16", "bfloat16") for width in MODEL_WIDTHS)

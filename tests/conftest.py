@@ -22,8 +22,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: large sizes; run with --slow")
     # before any test module imports jax
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    if "cuda" not in _implementations(config):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if "cuda" in _implementations(config) else "cpu")
 
 
 def _implementations(config):

@@ -15,7 +15,8 @@ import jax_fusednorm
 
 # Counts changes of the handlers' operands, attributes or results; part of every target's name.
 ABI = 1
-_PLATFORM = {"host": "cpu", "metal": "cpu"}  # the JAX platform each launcher's handlers are registered for
+_PLATFORM = {"host": "cpu", "metal": "cpu", "cuda": "CUDA"}  # XLA's name of the platform each launcher's handlers are registered for
+_ABSENT = {"cuda": "they are asked for with `pip install . -C cmake.define.JAX_FUSEDNORM_CUDA=ON`, on a machine with nvcc"}
 _REBUILD = "reinstall with `pip install --force-reinstall --no-cache-dir jax_fusednorm` (in a checkout: `pip install -e .`)"
 
 
@@ -49,10 +50,16 @@ def target(launcher, kernel):
     return f"jax_fusednorm_{launcher}_{kernel}_v{ABI}"
 
 
-def call(launcher, kernel, results, *operands, **attributes):
-    """The custom call of one kernel, for use while lowering. Floats are float32 attributes."""
-    attributes = {name: np.float32(value) if isinstance(value, float) else value for name, value in attributes.items()}
-    return jax.ffi.ffi_call(target(launcher, kernel), results)(*operands, **attributes)
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """call(kernel, results, *operands, **attributes) emits the custom call of one of a launcher's kernels, while lowering."""
+
+    launcher: str
+
+    def __call__(self, kernel, results, *operands, **attributes):
+        # the handlers' float attributes are float32
+        attributes = {name: np.float32(value) if isinstance(value, float) else value for name, value in attributes.items()}
+        return jax.ffi.ffi_call(target(self.launcher, kernel), results)(*operands, **attributes)
 
 
 @functools.cache
@@ -96,7 +103,7 @@ def _find(launcher):
 
 def _why_absent(folder, launcher):
     note = folder / "not-built.txt" if folder else None
-    reason = note.read_text().strip() if note and note.exists() else "it was installed without them"
+    reason = note.read_text().strip() if note and note.exists() else _ABSENT.get(launcher, "it was installed without them")
     return f"the {launcher} kernels are not built: {reason}"
 
 

@@ -13,7 +13,7 @@ import jax
 from . import checks, ffi
 
 # The kernel builds that each platform can launch, best first. Every other platform runs the reference.
-LAUNCHERS = {"cpu": ("host", "metal")}
+LAUNCHERS = {"cpu": ("host", "metal"), "cuda": ("cuda",)}
 BY_NAME_ONLY = ("metal",)  # not under "auto"
 IMPLEMENTATIONS = ("auto", "jnp", "kernel", "host", "metal", "cuda")
 VARIABLE = "JAX_FUSEDNORM_IMPLEMENTATION"
@@ -75,7 +75,8 @@ def launchers_for(platform, requested):
 def may_use_kernels(requested):
     """Whether a call may be lowered to a kernel at all. False for "auto" where the process's own platform has none."""
     if requested == "auto":
-        return any(ffi.library(launcher).targets for launcher in launchers_for(jax.default_backend(), requested))
+        own = jax.default_backend()
+        return any(ffi.library(launcher).usable for launcher in launchers_for("cuda" if own == "gpu" else own, requested))
     return requested != "jnp"
 
 

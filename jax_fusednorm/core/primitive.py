@@ -124,7 +124,7 @@ class _RowPrimitive:
 
         def place(launcher):
             def body(*operands):
-                out = self.kernel(functools.partial(ffi.call, launcher), *operands, **params)
+                out = self.kernel(ffi.Call(launcher), *operands, **params)
                 return self.reference(*operands, **params) if out is NotImplemented else out
             return sharding.place(self, body, ctx, params)
 
@@ -142,7 +142,7 @@ class Op:
     reference(*operands, spec, mean) -> [results], the op's definition and its lowering where no kernel runs. `mean` is what it takes
         means over the whole axes with.
     operands, results: axes strings; trailing ones may be absent in a call. whole: the axes that are reduced.
-    kernel(call, *operands, spec) -> [results]; `call` is core.ffi.call for the chosen launcher.
+    kernel(call, *operands, spec) -> [results]; `call` is the core.ffi.Call of the chosen launcher.
     tangent_kernel, cotangent_kernel(call, *operands, *tangents or *cotangents, spec, active) -> results, optional.
         active[i]: operand i has a tangent / its cotangent is wanted.
     jvp(primals, tangents, spec) -> (results, tangents) or NotImplemented: takes the place of the op's own linearization.

@@ -70,7 +70,7 @@ def reference(x, residual, scale=None, *, spec, mean=last_mean):
 
 def kernel(call, x, residual, scale=None, *, spec):
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return call("add_rms_norm", [like_x] * (1 + spec.return_sum), x, residual, *([] if scale is None else [scale]),
+    return call("add_rms_norm", [like_x] * (1 + spec.return_sum), x, residual, *_rms_norm.kernel_scale(x, scale),
                 epsilon=spec.epsilon, scale_offset=spec.scale_offset,
                 multiply_before_cast=spec.multiply_before_cast, round_sum=spec.sum_rounding == "storage")
 

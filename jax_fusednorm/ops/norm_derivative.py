@@ -14,8 +14,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-# Rows of partial scale gradients: enough for every core, few enough that adding them up costs nothing.
-PARTIALS = 64
+
+def partial_rows(launcher, row_bytes):
+    """Rows of partial scale gradients: one for each team that works at the same time, so few that adding them up costs little."""
+    if launcher == "cuda":  # 512 threads on each of the 132 multiprocessors of an H100 or H200, in the teams of launch/shape.h
+        return 132 * 16 // min(16, 1 << ((row_bytes - 1) // 1024).bit_length())
+    return 64  # enough for every core
 
 
 def _gain(scale, width, spec):
@@ -45,8 +49,8 @@ def tangent_kernel(call, *args, spec, active, points=1):
 def cotangent_kernel(call, *args, spec, active, points=1):
     at, scale, cotangents = _split(args, active, points)
     x, width = at[0], at[0].shape[-1]
-    rows = math.prod(x.shape[:-1])
-    teams = rows if isinstance(rows, int) and rows < PARTIALS else PARTIALS  # an exported batch size may be a symbol
+    rows, most = math.prod(x.shape[:-1]), partial_rows(call.launcher, width * x.dtype.itemsize)
+    teams = rows if isinstance(rows, int) and rows < most else most  # an exported batch size may be a symbol
     partials = jax.ShapeDtypeStruct((teams, width), jnp.float32)
     wants_scale = any(active[points:])
     s_bar, *gain_bar = call("rms_norm_cotangent", [jax.ShapeDtypeStruct(x.shape, x.dtype), *[partials] * wants_scale],

@@ -80,8 +80,13 @@ def reference(x, scale=None, *, spec, mean=last_mean):
     return [normalized(x.astype(compute_dtype(x.dtype)), scale, x.dtype, spec, mean).astype(x.dtype)]
 
 
+def kernel_scale(x, scale):
+    """The scale as the kernels take it, if there is one: of x's dtype, or in float32, which holds any other exactly."""
+    return [] if scale is None else [scale if scale.dtype == x.dtype else scale.astype(jnp.float32)]
+
+
 def kernel(call, x, scale=None, *, spec):
-    return call("rms_norm", [jax.ShapeDtypeStruct(x.shape, x.dtype)], x, *([] if scale is None else [scale]),
+    return call("rms_norm", [jax.ShapeDtypeStruct(x.shape, x.dtype)], x, *kernel_scale(x, scale),
                 epsilon=spec.epsilon, scale_offset=spec.scale_offset,
                 multiply_before_cast=spec.multiply_before_cast)
 

@@ -62,7 +62,7 @@ def reference(x, residual, scale=None, *, spec, mean=last_mean):
 
 
 def kernel(call, x, residual, scale=None, *, spec):
-    return call("rms_norm_add", [jax.ShapeDtypeStruct(x.shape, x.dtype)], x, residual, *([] if scale is None else [scale]),
+    return call("rms_norm_add", [jax.ShapeDtypeStruct(x.shape, x.dtype)], x, residual, *_rms_norm.kernel_scale(x, scale),
                 epsilon=spec.epsilon, scale_offset=spec.scale_offset, multiply_before_cast=spec.multiply_before_cast,
                 round_norm=spec.norm_rounding == "storage")
 

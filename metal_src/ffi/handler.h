@@ -86,6 +86,11 @@ inline Argument rounds_first(Argument storage, Argument scale, bool multiply_bef
   return flag(!multiply_before_cast && storage != Argument::Float && scale != Argument::Ones);
 }
 
+// What a launcher lets XLA assume of every handler; nothing, unless it says so.
+#ifndef TRAITS
+#define TRAITS {}
+#endif
+
 // Defines the handler's exported symbol, jax_fusednorm_<launcher>_<kernel>_v<ABI>, and puts it on the list that Python registers.
 struct Target {
   explicit Target(const char* kernel);
@@ -94,5 +99,5 @@ struct Target {
 #define HANDLER_SYMBOL(launcher, kernel, abi) HANDLER_SYMBOL_(launcher, kernel, abi)
 #define HANDLER(kernel, implementation, binding)                                                                       \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* HANDLER_SYMBOL(LAUNCHER, kernel, ABI)(XLA_FFI_CallFrame*); \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(HANDLER_SYMBOL(LAUNCHER, kernel, ABI), implementation, binding);                       \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(HANDLER_SYMBOL(LAUNCHER, kernel, ABI), implementation, binding, TRAITS);               \
   static const Target target_##kernel(#kernel);

@@ -6,8 +6,7 @@
 
 // The sum as the norm sees it.
 template <typename T, bool ROUND_SUM, int V>
-inline Floats<V> summed(device const T* x, device const T* residual, int i) {
-  Floats<V> s = add(load_pack<V>(x, i), load_pack<V>(residual, i));
+inline Floats<V> summed(Floats<V> s) {
   UNROLL for (int k = 0; k < V; ++k) s.v[k] = ROUND_SUM ? rounded<T>(s.v[k]) : s.v[k];
   return s;
 }
@@ -37,11 +36,13 @@ kernel void add_rms_norm(
   sum += start;
 
   const int mine = team.share(int(p.width) / V);
+  const Point<T, true, V, R> sums = fetch_point<true, V, R>(x, residual, team, mine);
+  const Fetched<W, V, R> scales = fetch<V, R>(scale, team, mine);
   Kept<V, R> kept = keep<V, R>(scratch, 0, p.width);
   float squares = 0;
   FOR_SUM(c, R, mine, squares) {
     const int i = team.at(c);
-    const Floats<V> s = summed<T, ROUND_SUM, V>(x, residual, i);
+    const Floats<V> s = summed<T, ROUND_SUM>(sums.get(c, i));
     squares += dot(s, s);
     if (SUM) store_pack<V>(sum, i, s);
     kept.put(c, s);
@@ -50,7 +51,7 @@ kernel void add_rms_norm(
   const float offset = p.scale_offset;
   FOR_MINE(c, R, mine) {
     const int i = team.at(c);
-    const Floats<V> s = R > 0 ? kept.get(c) : summed<T, ROUND_SUM, V>(x, residual, i);
-    store_pack<V>(normed, i, scaled<T, IN_T>(s, r, load_pack<V>(scale, i), offset));
+    const Floats<V> s = R > 0 ? kept.get(c) : summed<T, ROUND_SUM>(sums.get(c, i));
+    store_pack<V>(normed, i, scaled<T, IN_T>(s, r, scales.get(c, i), offset));
   }
 }

@@ -41,6 +41,13 @@ inline void store_pack(device T* row, int i, Floats<V> f) {
   reinterpret_cast<device Pack<T, V>*>(row)[i] = p;
 }
 
+// Element k of a row of T, from the 4-byte word that holds it.
+template <typename T>
+inline float element(device const T*, uint word, int k) {
+  return float(as_type<T>(ushort(word >> (k % 2 * 16))));
+}
+inline float element(device const float*, uint word, int) { return as_type<float>(word); }
+
 // One round to nearest even to T, back in float.
 template <typename T>
 inline float rounded(float x) {

@@ -23,6 +23,25 @@ inline Floats<V> add(Floats<V> a, Floats<V> b) {
   return a;
 }
 
+// s = x (+ residual) of one row.
+template <typename T, bool RESIDUAL, int V, int R>
+struct Point {
+  Fetched<T, V, R> x, residual;
+  inline Floats<V> get(int c, int i) const {
+    Floats<V> s = x.get(c, i);
+    if (RESIDUAL) s = add(s, residual.get(c, i));
+    return s;
+  }
+};
+
+template <bool RESIDUAL, int V, int R, int SG, typename T>
+inline Point<T, RESIDUAL, V, R> fetch_point(device const T* x, device const T* residual, Team<SG> team, int mine) {
+  Point<T, RESIDUAL, V, R> s;
+  s.x = fetch<V, R>(x, team, mine);
+  if (RESIDUAL) s.residual = fetch<V, R>(residual, team, mine);
+  return s;
+}
+
 // s * r * (scale + offset). IN_T: both factors are rounded to T first (their product fits a float, so it is rounded once, by the store).
 template <typename T, bool IN_T, int V>
 inline Floats<V> scaled(Floats<V> s, float r, Floats<V> scale, float offset) {

@@ -26,10 +26,12 @@ kernel void rms_norm_add(
   out += start;
 
   const int mine = team.share(int(p.width) / V);
+  const Fetched<T, V, R> xs = fetch<V, R>(x, team, mine), residuals = fetch<V, R>(residual, team, mine);
+  const Fetched<W, V, R> scales = fetch<V, R>(scale, team, mine);
   Kept<V, R> kept = keep<V, R>(scratch, 0, p.width);
   float squares = 0;
   FOR_SUM(c, R, mine, squares) {
-    const Floats<V> s = load_pack<V>(x, team.at(c));
+    const Floats<V> s = xs.get(c, team.at(c));
     squares += dot(s, s);
     kept.put(c, s);
   }
@@ -37,9 +39,9 @@ kernel void rms_norm_add(
   const float offset = p.scale_offset;
   FOR_MINE(c, R, mine) {
     const int i = team.at(c);
-    const Floats<V> s = R > 0 ? kept.get(c) : load_pack<V>(x, i);
-    Floats<V> norm = scaled<T, IN_T>(s, r, load_pack<V>(scale, i), offset);
+    const Floats<V> s = R > 0 ? kept.get(c) : xs.get(c, i);
+    Floats<V> norm = scaled<T, IN_T>(s, r, scales.get(c, i), offset);
     UNROLL for (int k = 0; k < V; ++k) norm.v[k] = ROUND_NORM ? rounded<T>(norm.v[k]) : norm.v[k];
-    store_pack<V>(out, i, add(norm, load_pack<V>(residual, i)));
+    store_pack<V>(out, i, add(norm, residuals.get(c, i)));
   }
 }

@@ -2,10 +2,14 @@
 #pragma once
 #include "dtypes.h"
 
+struct Sums {
+  float x, y;
+};
+
 template <int SG>
 struct Team {
   int rank;                    // this thread's place in the team
-  threadgroup float* partial;  // SG floats
+  threadgroup float* partial;  // 2 SG floats
 
   inline int size() const { return SG * SIMD_WIDTH; }
 
@@ -24,6 +28,24 @@ struct Team {
     for (int s = 0; s < SG; ++s) total += partial[s];
     return total;
   }
+
+  // The same of two values, at the price of one.
+  inline Sums sums(float x, float y) const {
+    Sums total = {simd_sum(x), simd_sum(y)};
+    if (SG == 1) return total;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (rank % SIMD_WIDTH == 0) {
+      partial[rank / SIMD_WIDTH] = total.x;
+      partial[SG + rank / SIMD_WIDTH] = total.y;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    total.x = total.y = 0;
+    for (int s = 0; s < SG; ++s) {
+      total.x += partial[s];
+      total.y += partial[SG + s];
+    }
+    return total;
+  }
 };
 
 template <int SG>
@@ -32,6 +54,51 @@ inline Team<SG> team_of(uint lane, uint simdgroup, threadgroup float* partial) {
   team.rank = int(simdgroup) % SG * SIMD_WIDTH + int(lane);
   team.partial = partial;
   return team;
+}
+
+// A thread's packs of a row in memory. Where R > 0 on a GPU they are all asked for at once, so that the thread waits for memory once and
+// not R times, and held as they came, two 16-bit elements a register; elsewhere each is loaded when it is used.
+template <typename T, int V, int R>
+struct Fetched {
+  device const T* row;
+#ifndef KEPT_IN_SCRATCH
+  uint words[R > 0 ? R * V * int(sizeof(T)) / 4 : 1];
+#endif
+  inline Floats<V> get(int c, int i) const {  // pack number c of the thread, which is pack i of the row
+#ifndef KEPT_IN_SCRATCH
+    if (R > 0) {
+      Floats<V> f;
+      UNROLL for (int k = 0; k < V; ++k) f.v[k] = element(row, words[(c * V + k) * int(sizeof(T)) / 4], k);
+      return f;
+    }
+#endif
+    return load_pack<V>(row, i);
+  }
+};
+template <int V, int R>
+struct Fetched<ones, V, R> {
+  device const ones* row;
+  inline Floats<V> get(int, int i) const { return load_pack<V>(row, i); }
+};
+
+template <int V, int R, int SG, typename T>
+inline Fetched<T, V, R> fetch(device const T* row, Team<SG> team, int mine) {
+  Fetched<T, V, R> f;
+  f.row = row;
+#ifndef KEPT_IN_SCRATCH
+  const int n = V * int(sizeof(T)) / 4;
+  if (R > 0) FOR_MINE(c, R, mine) {
+    const Pack<uint, (n > 0 ? n : 1)> p = reinterpret_cast<device const Pack<uint, (n > 0 ? n : 1)>*>(row)[team.at(c)];
+    UNROLL for (int k = 0; k < n; ++k) f.words[c * n + k] = p.v[k];
+  }
+#endif
+  return f;
+}
+template <int V, int R, int SG>
+inline Fetched<ones, V, R> fetch(device const ones* row, Team<SG>, int) {
+  Fetched<ones, V, R> f;
+  f.row = row;
+  return f;
 }
 
 // What a thread keeps of a row between two sweeps: R packs in registers; on the host the row, in its scratch memory.

@@ -1,5 +1,5 @@
 // How many threads share a row on a GPU: the one place that says it, for Metal and CUDA. The host needs none of this.
-// It must depend on the width and the element size alone: the shape decides the order of summation, and so a row's bits.
+// It depends on the width and the element size alone: the shape decides the order of summation, and so a row's bits.
 #pragma once
 #include <cstdint>
 
@@ -13,30 +13,49 @@ struct Shape {
 
 constexpr int simd_width = 32;
 constexpr int load_bytes = 16;         // the widest load; XLA's buffers start at multiples of 64
-constexpr int most_packs_kept = 4;     // a thread's; more would leave too few registers for the rest
 constexpr int most_simdgroups = 16;    // of a row
 constexpr int rows_a_threadgroup = 4;  // of narrow rows
 
-inline int power_of_two_from(int n) {
-  int p = 1;
-  while (p < n) p *= 2;
-  return p;
+// Rows up to a size, in ascending order; few, because every kernel is compiled once for each. First the rows that are whole packs of
+// load_bytes, then those that are not. Two packs a thread and as many simdgroups as that takes: what keeps an H200 within a few percent
+// of a copy, forward and backward.
+struct Step {
+  uint64_t widest;  // row, in bytes
+  int simdgroups;   // a row
+  int kept;         // packs, by a thread; more than four would leave too few registers for the rest
+  bool packed;
+};
+constexpr uint64_t any_size = UINT64_MAX;
+constexpr int step_count = 10;
+constexpr Step steps[step_count] = {{1 << 10, 1, 2, true},   {2 << 10, 2, 2, true},   {4 << 10, 4, 2, true},   {8 << 10, 8, 2, true},
+                                    {12 << 10, 12, 2, true}, {16 << 10, 16, 2, true}, {32 << 10, 16, 4, true}, {any_size, 16, 0, true},
+                                    {1 << 9, 1, 0, false},   {any_size, 8, 0, false}};
+
+constexpr int step_of(uint32_t width, int element_bytes) {
+  const uint64_t row_bytes = uint64_t(width) * element_bytes;
+  const bool packed = row_bytes % load_bytes == 0;  // then every row starts at a multiple of the pack, too
+  int step = 0;
+  while (steps[step].widest < row_bytes || steps[step].packed != packed) ++step;
+  return step;
 }
 
-// Few packs a thread and many simdgroups: what kept an H200 at 97 to 100 % of a copy from width 1,024 to 16,384 (1x4, 1x8, 2x8, 2x16 and
-// 4x16 packs a thread x simdgroups a row, of eight bfloat16 each).
-// `most`: simdgroups that a threadgroup may have, where the driver allows fewer.
-inline Shape shape_of(uint32_t width, int element_bytes, int most = most_simdgroups) {
-  Shape shape;
-  shape.v = load_bytes / element_bytes;
-  while (width % shape.v) shape.v /= 2;  // every row starts at a multiple of the pack, and holds whole packs
-  const int packs = int(width / shape.v);
-  const int simdgroups = (packs + simd_width - 1) / simd_width;
-  shape.sg = 1;
-  while (2 * shape.sg <= most && shape.sg < simdgroups / (shape.sg < 8 ? 1 : 2)) shape.sg *= 2;
-  const int threads = shape.sg * simd_width;
-  const int packs_a_thread = power_of_two_from((packs + threads - 1) / threads);
-  shape.r = packs_a_thread <= most_packs_kept ? packs_a_thread : 0;
-  shape.teams = shape.sg > 1 ? 1 : most < rows_a_threadgroup ? most : rows_a_threadgroup;
-  return shape;
+constexpr Shape shape_at(int step, int element_bytes) {
+  const Step s = steps[step];
+  return {s.packed ? load_bytes / element_bytes : 1, s.kept, s.simdgroups, s.simdgroups == 1 ? rows_a_threadgroup : 1};
 }
+
+constexpr bool every_kept_row_fits() {
+  for (const Step& s : steps)
+    if (s.kept && uint64_t(s.kept * s.simdgroups * simd_width * load_bytes) < s.widest) return false;
+  return true;
+}
+static_assert(every_kept_row_fits(), "a step whose threads keep too little for its widest row");
+
+// `most`: simdgroups that a threadgroup may have, where the driver allows fewer.
+constexpr Shape shape_of(uint32_t width, int element_bytes, int most = most_simdgroups) {
+  const Shape shape = shape_at(step_of(width, element_bytes), element_bytes);
+  return shape.sg * shape.teams <= most ? shape : Shape{shape.v, 0, most, 1};
+}
+
+// Bytes of threadgroup memory.
+constexpr int scratch_of(Shape shape) { return shape.sg > 1 ? 2 * shape.sg * int(sizeof(float)) : 0; }

@@ -1,7 +1,7 @@
 #include "kernels/rms_norm_derivative.metal"
 #include "variants/variants.h"
 
-inline Entry find_rms_norm_tangent(const Argument* a) {
+static Entry find_rms_norm_tangent(const Argument* a) {
   return with_storage(a[0], [&](auto t) {
     return with_flag<true>(a[1], [&](auto residual) {
       return with_flag<true>(a[2], [&](auto gain) {
@@ -12,7 +12,7 @@ inline Entry find_rms_norm_tangent(const Argument* a) {
 }
 FINDER(rms_norm_tangent)
 
-inline Entry find_rms_norm_cotangent(const Argument* a) {
+static Entry find_rms_norm_cotangent(const Argument* a) {
   return with_storage(a[0], [&](auto t) {
     return with_flag<true>(a[1], [&](auto residual) {
       return with_flag<true>(a[2], [&](auto sum) {

@@ -101,7 +101,7 @@ ffi::Error run(Context&, const Launch& launch) {
   MetalArray arrays[16];
   for (int i = 0; i < launch.buffer_count; ++i) arrays[i] = {launch.buffers[i], launch.buffer_bytes[i], launch.written[i]};
   const uint32_t groups = uint32_t((uint64_t(launch.teams) + shape.teams - 1) / shape.teams);
-  const size_t scratch_bytes = shape.sg > 1 ? shape.sg * sizeof(float) : 0;
+  const size_t scratch_bytes = size_t(scratch_of(shape));
   const MetalDispatch dispatch{pipeline, arrays, launch.buffer_count, launch.params, launch.params_bytes, groups, uint32_t(threads_of(shape)), scratch_bytes};
   char* const error = metal_run(&dispatch, 1);
   return error ? failed(ffi::ErrorCode::kInternal, name, error) : ffi::Error::Success();

@@ -1,0 +1,248 @@
+"""Device times of add_rms_norm on an NVIDIA GPU, beside XLA's fusion, a copy of the same bytes, and other libraries' kernels.
+
+    python benchmarks/gpu.py [--implementation auto|cuda|...]
+
+A figure is the sum of the durations of one call's kernels and copies, as CUPTI reports them to jax.profiler, the same way for JAX and
+for torch; the median of the calls. Gaps between kernels and the time to launch them are left out. Calls go round several sets of
+operands and results that are together larger than the GPU's cache (decode shapes: 64 sets, which still fit). The peers get the very
+arrays that JAX gets, and are left out, with a word, where they do not import; their results are compared with ours.
+
+  copy          cudaMemcpy, device to device: half of the op's bytes read, half written
+  xla           the textbook formula under jit: XLA's own fusions
+  ours storage  ours with sum_rounding="storage": the derivative is taken at the stored sum, which is all that the backward pass reads
+
+The op reads 2 arrays and writes 2; with its backward pass 9 in all (the backward pass reads both operands and two cotangents, and writes
+the one gradient that both operands share). Ours storage, QuACK and Liger read the sum there instead of the operands: 8.
+
+Needs: jax with a GPU, rich. torch, quack-kernels and liger-kernel take part when they can be imported.
+"""
+
+import argparse
+import collections
+import functools
+import gc
+import pathlib
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import jax_fusednorm
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests"))
+import cases  # noqa: E402
+
+EPSILON = 1e-6
+PAUSE, GAP = 0.04, 2e7  # seconds of silence between two contestants, and the nanoseconds that tell it from a late launch
+CALLS, ROUNDS = 20, 3   # a round: every contestant, `CALLS` times each
+CACHE = 60e6
+LAYERS = 40
+ARRAYS = {False: 4, True: 9}
+
+
+def formula(x, residual, scale):
+    s = x.astype(jnp.float32) + residual.astype(jnp.float32)
+    normed = s * jax.lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + EPSILON) * scale.astype(jnp.float32)
+    return normed.astype(x.dtype), s.astype(x.dtype)
+
+
+def with_gradients(op):
+    def both(x, residual, scale, *cotangents):
+        results, pull = jax.vjp(op, x, residual, scale)
+        # what lies between the two passes of a model needs the results, and makes the cotangents
+        results, cotangents = jax.lax.optimization_barrier((tuple(results), cotangents))
+        gradient, _, scale_gradient = pull(cotangents)  # the residual's gradient equals x's
+        return *results, gradient, scale_gradient
+    return both
+
+
+def ours(implementation, **options):
+    return functools.partial(jax_fusednorm.add_rms_norm, epsilon=EPSILON, implementation=implementation, **options)
+
+
+def jax_contestants(backward, implementation):
+    ops = {"ours": ours(implementation), "ours storage": ours(implementation, sum_rounding="storage"), "our jnp": ours("jnp"), "xla": formula}
+    for name, op in ops.items():
+        if backward or name != "ours storage":
+            yield name, jax.jit(with_gradients(op) if backward else op)
+
+
+def torch_contestants(backward):
+    """(name, function of torch tensors) of every peer that can be imported."""
+    import torch
+
+    def quack():
+        from quack.rmsnorm import rmsnorm
+        return lambda x, residual, scale: rmsnorm(x, scale, residual=residual, eps=EPSILON, prenorm=True)
+
+    def liger():
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+        return lambda x, residual, scale: LigerFusedAddRMSNormFunction.apply(x, residual, scale, EPSILON, 0.0, "gemma", False)
+
+    for name, load in (("quack", quack), ("liger", liger)):
+        try:
+            op = load()
+        except ImportError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+            continue
+
+        def forward(*operands, op=op):
+            with torch.no_grad():
+                return op(*operands)
+
+        def both(x, residual, scale, *cotangents, op=op):
+            operands = [a.detach().requires_grad_() for a in (x, residual, scale)]
+            results = op(*operands)
+            gradient, _, scale_gradient = torch.autograd.grad(results, operands, cotangents)
+            return *results, gradient, scale_gradient
+
+        yield name, both if backward else forward
+
+
+def traced(work):
+    """(start, duration) in nanoseconds of every kernel and copy that `work` causes, in order; and how often each CUDA launch was called."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            work()
+        [path] = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+    events, launches = [], collections.Counter()
+    for plane in planes:
+        for line in plane.lines:
+            if "/device:GPU:0" in plane.name and line.name.startswith("Stream"):
+                events += [(e.start_ns, e.duration_ns) for e in line.events]
+            elif "/device" not in plane.name:
+                launches.update(e.name for e in line.events if e.name.startswith("cu") and "Launch" in e.name)
+    return np.array(sorted(events)), launches
+
+
+def separated(events):
+    """The events between two silences."""
+    ends = np.maximum.accumulate(events.sum(1))
+    return np.split(events, 1 + np.flatnonzero(events[1:, 0] - ends[:-1] > GAP))
+
+
+def measure(contestants):
+    """{name: (us of one call, kernels of one call)}; contestants: {name: (function, wait, its sets of operands)}."""
+    order, times, kernels = list(contestants), collections.defaultdict(list), {}
+
+    def block(name):
+        call, wait, sets = contestants[name]
+        kept = collections.deque(maxlen=len(sets))  # so that results, too, lie elsewhere each time
+        for i in range(CALLS):
+            kept.append(call(*sets[i % len(sets)]))
+        wait(kept[-1])
+
+    turns = [name for r in range(ROUNDS) for name in order[r % len(order):] + order[:r % len(order)]]
+
+    def work():
+        for name in turns:
+            gc.collect()
+            time.sleep(PAUSE)
+            block(name)
+
+    for name in order:
+        block(name)  # compiles, and chooses
+    blocks = separated(traced(work)[0])
+    if len(blocks) != len(turns) or any(len(b) % CALLS for b in blocks):
+        raise RuntimeError(f"the trace has {[len(b) for b in blocks]} kernels, which is not {CALLS} calls of each of {turns}")
+    for name, b in zip(turns, blocks):
+        times[name].append(b[:, 1].reshape(CALLS, -1).sum(1))
+        kernels[name] = len(b) // CALLS
+    return {name: (float(np.median(times[name])) / 1e3, kernels[name]) for name in order}
+
+
+def agree(name, got, want):
+    for g, w in zip(got, want):
+        g, w = (np.asarray(a[:64].astype(jnp.float32)) for a in (g, w))
+        off = np.linalg.norm(g - w) / np.linalg.norm(w)
+        assert off < 1e-2, f"{name} is {off:.1e} off ours: it does not compute the same"
+
+
+def run_case(case, backward, implementation):
+    moved = ARRAYS[backward] * 2 * case.rows * case.width
+    count = int(min(64, max(2, -(-4 * CACHE // moved))))
+    keys = jax.random.split(jax.random.key(0), count)
+    draw = jax.jit(lambda key: [jax.random.normal(k, case.shape, case.dtype) for k in jax.random.split(key, 4 if backward else 2)])
+    scale = 1 + 0.1 * jax.random.normal(jax.random.key(1), case.shape[-1:], case.scale_dtype)
+    sets = [(x, residual, scale, *cotangents) for x, residual, *cotangents in map(draw, keys)]
+    contestants = {name: (f, jax.block_until_ready, sets) for name, f in jax_contestants(backward, implementation)}
+    copied = [(jax.random.normal(key, moved // 2 // 4),) for key in keys]
+    contestants["copy"] = (jax.jit(lambda a: a.copy()), jax.block_until_ready, copied)
+    jax.block_until_ready((sets, copied))
+    want = contestants["ours"][0](*sets[0])
+    try:
+        import torch
+    except ImportError as error:
+        print(f"quack and liger are left out: {error}", file=sys.stderr)
+    else:
+        tensors = [tuple(torch.from_dlpack(a) for a in s) for s in sets]
+        for name, f in torch_contestants(backward):
+            agree(name, [jnp.from_dlpack(a.detach()) for a in f(*tensors[0])], want)
+            contestants[name] = (f, lambda _: torch.cuda.synchronize(), tensors)
+    agree("xla", contestants["xla"][0](*sets[0]), want)
+    return measure(contestants)
+
+
+def run_chain(rows, width, implementation):
+    """(name, us a layer of a jitted chain on the device, CUDA launches of a run). An optimization barrier stands between two layers,
+    where a model has a matmul: XLA would fuse its own layers with each other."""
+    x, residual = (jax.random.normal(jax.random.key(i), (rows, width), jnp.bfloat16) for i in range(2))
+    scales = 1 + 0.1 * jax.random.normal(jax.random.key(2), (LAYERS, width), jnp.bfloat16)
+    runs = 10
+    for name, op in (("ours", ours(implementation)), ("xla", formula)):
+        @jax.jit
+        def chain(x, residual, scales, op=op):
+            for scale in scales:
+                x, residual = jax.lax.optimization_barrier(op(x, residual, scale))
+            return x, residual
+
+        def work():
+            for _ in range(runs):
+                time.sleep(PAUSE)
+                jax.block_until_ready(chain(x, residual, scales))
+
+        work()
+        events, launches = traced(work)
+        spans = [b.sum(1).max() - b[0, 0] for b in separated(events)]
+        yield name, float(np.median(spans)) / 1e3 / LAYERS, {call: n / runs for call, n in launches.items()}
+
+
+def table_of(backward, found):
+    table = Table(title=f"add_rms_norm, bfloat16, forward{' + backward' if backward else ''}: us (kernels)", title_justify="left")
+    columns = list(next(iter(found.values())))
+    for name in ("shape", *columns, "% of copy", "xla / ours", "best peer / ours"):
+        table.add_column(name, justify="right")
+    for case, times in found.items():
+        us = {name: time for name, (time, _) in times.items()}
+        peers = [us[name] for name in ("quack", "liger") if name in us]
+        table.add_row("x".join(map(str, case.shape)), *(f"{time:.1f} ({kernels})" for time, kernels in times.values()),
+                      f"{100 * us['copy'] / us['ours']:.0f}", f"{min(us['xla'], us['our jnp']) / us['ours']:.2f}",
+                      f"{min(peers) / us['ours']:.2f}" if peers else "")
+    return table
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--implementation", default="auto", help="of ours")
+    arguments = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    decision = jax_fusednorm.explain(jax_fusednorm.add_rms_norm, *[jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)] * 2)["cuda"]
+    console.print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; ours: {decision}", highlight=False)
+    for backward, chosen in ((False, cases.GPU + cases.GPU_DECODE), (True, cases.GPU_BACKWARD)):
+        found = {case: run_case(case, backward, arguments.implementation) for case in chosen}
+        console.print(table_of(backward, found))
+    for case in cases.GPU_DECODE:
+        for name, us, launches in run_chain(*case.shape, arguments.implementation):
+            console.print(f"{LAYERS} layers in one program, {case.rows}x{case.width}, {name}: {us:.2f} us a layer; a run calls {launches}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+// MSL words for nvcc. Include every CUDA and system header before this, for it defines common words as macros.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef unsigned long ulong;
+typedef __nv_bfloat16 bfloat;
+
+#define SIMD_WIDTH 32
+#define UNROLL _Pragma("unroll")
+#define CUDA_PRAGMA(x) _Pragma(#x)
+// The loops over a thread's packs of a row. R > 0: a fixed count with a guard, so that what a thread keeps stays in registers.
+#define FOR_MINE(c, R, n) CUDA_PRAGMA(unroll (R > 0 ? R : 2)) for (int c = 0; c < (R > 0 ? R : n); ++c) if (c < n)
+#define FOR_SUM(c, R, n, ...) FOR_MINE(c, R, n)
+
+// CUDA spells these as attributes that begin with the words `device` and `constant`, which become macros below.
+#undef __device__
+#define __device__ __attribute__((__device__))
+#undef __constant__
+#define __constant__ __attribute__((__constant__))
+
+template <typename To, typename From>
+static __device__ inline To as_type(From from) {
+  static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// Only what CUDA lacks: its own fma, rint, rsqrt, min and max are global overloads, and a second set would be ambiguous.
+namespace metal {
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+static __device__ inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
+static __device__ inline float simd_sum(float x) {
+  for (int d = SIMD_WIDTH / 2; d > 0; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
+  return x;
+}
+}  // namespace metal
+
+#define inline __device__ inline
+#define kernel __device__ __forceinline__
+#define device
+#define constant const
+#define threadgroup
+#define thread

@@ -1,0 +1,45 @@
+# The library of the CUDA kernels: every kernel file once for each step of launch/shape.h and element size, one command each, so that they
+# compile in parallel.
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  message(FATAL_ERROR "jax_fusednorm: JAX_FUSEDNORM_CUDA is ON, but there is no nvcc; put CUDA 12.8 or newer on the PATH, or name its nvcc in CUDACXX, "
+                      "or leave the option OFF")
+endif()
+if(NOT CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)  # the last one's PTX serves what comes later
+endif()
+enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+  message(FATAL_ERROR "jax_fusednorm: JAX_FUSEDNORM_CUDA is ON, but ${CMAKE_CUDA_COMPILER} is of CUDA ${CMAKE_CUDA_COMPILER_VERSION}, and 12.8 or newer is needed")
+endif()
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+find_package(CUDAToolkit REQUIRED)
+
+list(TRANSFORM CMAKE_CUDA_ARCHITECTURES REPLACE "-.*" "" OUTPUT_VARIABLE NUMBERS)
+list(GET NUMBERS 0 OLDEST)
+list(TRANSFORM NUMBERS PREPEND "sm_")
+list(JOIN NUMBERS ", " ARCHITECTURES)
+add_launcher(cuda launch/cuda/launcher.cc)
+target_compile_definitions(jax_fusednorm_cuda PRIVATE ARCHITECTURES="${ARCHITECTURES}" OLDEST_ARCHITECTURE=${OLDEST})
+# the runtime is part of the library, and must not answer for another copy of it in the process
+target_link_libraries(jax_fusednorm_cuda PRIVATE CUDA::cudart_static)
+target_link_options(jax_fusednorm_cuda PRIVATE -Wl,--exclude-libs,ALL)
+
+file(STRINGS launch/shape.h STEPS REGEX "^constexpr int step_count = [0-9]+;")
+string(REGEX MATCH "[0-9]+" STEPS "${STEPS}")
+math(EXPR LAST_STEP "${STEPS} - 1")
+foreach(file ${KERNEL_FILES})
+  foreach(step RANGE ${LAST_STEP})
+    foreach(bytes 2 4)
+      set(object kernels_cuda_${file}_${step}_${bytes})
+      add_library(${object} OBJECT launch/cuda/kernels.cu)
+      target_include_directories(${object} PRIVATE . kernels compat/include)
+      target_compile_definitions(${object} PRIVATE STEP=${step} BYTES=${bytes} VARIANTS="variants/${file}.h")
+      # No --use_fast_math: it would flush subnormals. 549: what a thread keeps is set before it is read, behind one guard in both loops.
+      target_compile_options(${object} PRIVATE --compress-mode=size --diag-suppress=549)
+      set_target_properties(${object} PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden CUDA_VISIBILITY_PRESET hidden)
+      target_link_libraries(jax_fusednorm_cuda PRIVATE ${object})
+    endforeach()
+  endforeach()
+endforeach()

@@ -1,0 +1,40 @@
+// One kernel file for one STEP of launch/shape.h and one element size, BYTES. VARIANTS names the file's variants.
+#include "compat/call.h"
+#include "launch/cuda/entry.h"
+#include "launch/shape.h"
+
+#include "compat/cuda.h"
+
+using cuda::Entry;
+
+constexpr Shape shape = shape_at(STEP, BYTES);
+constexpr int threads = shape.sg * shape.teams * SIMD_WIDTH;
+constexpr int blocks = 512 / threads;  // at least, of a multiprocessor: 128 registers a thread at most
+
+// Turns a kernel into a __global__ function: buffers by position, the params by value; a simdgroup is a warp, a threadgroup a block.
+template <typename T>
+struct Passed {
+  typedef T type;
+};
+template <typename T>
+struct Passed<const T&> {
+  typedef T type;
+};
+
+template <auto K, typename... B>
+__global__ void __launch_bounds__(threads, blocks) entry(B... buffers) {
+  extern __shared__ float scratch[];
+  K(buffers..., scratch, blockIdx.x, threadIdx.x % SIMD_WIDTH, threadIdx.x / SIMD_WIDTH);
+}
+
+template <auto K, typename... P, std::size_t... I>
+Entry entry_of(void (*)(P...), std::index_sequence<I...>) {
+  return reinterpret_cast<Entry>(&entry<K, typename Passed<std::tuple_element_t<I, std::tuple<P...>>>::type...>);
+}
+
+#define STORAGE(T) (sizeof(T) == BYTES)
+// The shape says what is kept; R is the host's choice.
+#define SHAPE(R) shape.v, shape.r, shape.sg, shape.teams
+#define ENTRY(K) entry_of<&K>(&K, std::make_index_sequence<buffers_of(&K)>{})
+#define FINDER(name) static const cuda::Register register_##name(#name, STEP, BYTES, find_##name);
+#include VARIANTS

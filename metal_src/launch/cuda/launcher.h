@@ -1,0 +1,20 @@
+// Runs kernels on XLA's CUDA stream. A launch allocates nothing and waits for nothing, so XLA may record it in a command buffer.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "launch/launch.h"
+#include "xla/ffi/api/ffi.h"
+
+#define LAUNCHER cuda
+#define BIND() xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+#define TRAITS {xla::ffi::Traits::kCmdBufferCompatible}
+
+namespace launcher {
+
+using Context = cudaStream_t;
+
+xla::ffi::Error run(Context stream, const Launch& launch);
+std::string status(bool* usable);  // what runs the kernels, for people; or why nothing does
+void poison_outputs(bool on);      // tests: fill every result with NaN before the kernel runs
+
+}  // namespace launcher

@@ -1,0 +1,50 @@
+"""Every CUDA kernel on small arrays, for compute-sanitizer to watch: memcheck, racecheck, synccheck.
+
+    export JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_ALLOCATOR=platform
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py [bfloat16] [float16] [float32]
+
+The allocator named there gives every array memory of its own, so that a byte beyond it is an error. The widths take every step of
+metal_src/launch/shape.h, with idle threads and without.
+"""
+
+import functools
+import itertools
+import sys
+
+import jax
+
+import jax_fusednorm
+import plain
+
+WIDTHS = (8, 512, 520, 1024, 1032, 2048, 2056, 4096, 4104, 8192, 8200, 16384, 16392, 7, 255, 257, 4097)
+ROWS = 5  # the last block of narrow rows is not full
+SEVERAL = ((265, 8192), (529, 4096))  # more rows than teams: each takes two or three
+
+
+def check(rows, width, dtype):
+    """The forward pass, tangent and cotangent of every op, with a scale and without."""
+    x, residual, dx = (plain.draw(i, (rows, width), dtype) for i in range(3))
+    for scale in (plain.draw_scale(3, width, dtype), plain.draw_scale(3, width, "float32"), None):
+        tail = () if scale is None else (scale,)
+        for op in (jax_fusednorm.rms_norm, jax_fusednorm.add_rms_norm, jax_fusednorm.rms_norm_add):
+            activations = (x,) if op is jax_fusednorm.rms_norm else (x, residual)
+            yield functools.partial(op, implementation="cuda"), (*activations, *tail), (*(dx,) * len(activations), *tail)
+
+
+def main():
+    assert jax.default_backend() == "gpu", jax.default_backend()
+    shapes = [(ROWS, width) for width in WIDTHS] + list(SEVERAL)
+    for (rows, width), dtype in itertools.product(shapes, sys.argv[1:] or ("bfloat16", "float16", "float32")):
+        calls = list(check(rows, width, dtype))
+
+        @jax.jit
+        def everything(operands):
+            return [(jax.jvp(f, args, tangents), jax.vjp(f, *args)[1](f(*args)))
+                    for (f, *_), (args, tangents) in zip(calls, operands)]
+
+        jax.block_until_ready(everything([(args, tangents) for _, args, tangents in calls]))
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()
