@@ -1,6 +1,4 @@
-"""Device times of add_rms_norm on an NVIDIA GPU, beside XLA's fusion, a copy of the same bytes, and other libraries' kernels.
-
-    python benchmarks/gpu.py [--implementation auto|cuda|...]
+"""`run.py --platform cuda`: device times of add_rms_norm on an NVIDIA GPU, beside XLA's fusions, a copy, and other libraries' kernels.
 
 A figure is the sum of the durations of one call's kernels and copies, as CUPTI reports them to jax.profiler, the same way for JAX and
 for torch; the median of the calls. Gaps between kernels and the time to launch them are left out. Calls go round several sets of
@@ -17,7 +15,6 @@ the one gradient that both operands share). Ours storage, QuACK and Liger read t
 Needs: jax with a GPU, rich. torch, quack-kernels and liger-kernel take part when they can be imported.
 """
 
-import argparse
 import collections
 import functools
 import gc
@@ -32,10 +29,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+import cases
 import jax_fusednorm
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests"))
-import cases  # noqa: E402
 
 EPSILON = 1e-6
 PAUSE, GAP = 0.04, 2e7  # seconds of silence between two contestants, and the nanoseconds that tell it from a late launch
@@ -229,20 +224,12 @@ def table_of(backward, found):
     return table
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--implementation", default="auto", help="of ours")
-    arguments = parser.parse_args()
+def main(implementation):
     console = Console(width=None if sys.stdout.isatty() else 180)
     decision = jax_fusednorm.explain(jax_fusednorm.add_rms_norm, *[jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)] * 2)["cuda"]
     console.print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; ours: {decision}", highlight=False)
     for backward, chosen in ((False, cases.GPU + cases.GPU_DECODE), (True, cases.GPU_BACKWARD)):
-        found = {case: run_case(case, backward, arguments.implementation) for case in chosen}
-        console.print(table_of(backward, found))
+        console.print(table_of(backward, {case: run_case(case, backward, implementation) for case in chosen}))
     for case in cases.GPU_DECODE:
-        for name, us, launches in run_chain(*case.shape, arguments.implementation):
+        for name, us, launches in run_chain(*case.shape, implementation):
             console.print(f"{LAYERS} layers in one program, {case.rows}x{case.width}, {name}: {us:.2f} us a layer; a run calls {launches}", highlight=False)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Time our ops against plain JAX, torch and MLX, side by side in one process.
 
     python benchmarks/run.py [--op add_rms_norm|rms_norm|all] [--cases decode,prefill] [--dtypes bfloat16,float32,float16]
-                             [--backward] [--implementation auto|kernel|host|...] [--torch-compile] [--quick]
+                             [--backward] [--platform cpu|cuda] [--implementation auto|kernel|host|...] [--torch-compile] [--quick]
                              [--json FILE] [--check]
 
 Shapes are those of tests/cases.py, each in every dtype asked for, the scale in that dtype too. In every round each
@@ -51,6 +51,7 @@ import jax_fusednorm
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE)]
 import cases  # noqa: E402
+import gpu  # noqa: E402
 import native  # noqa: E402
 import peers  # noqa: E402
 
@@ -204,12 +205,16 @@ def main():
     parser.add_argument("--cases", default="decode,prefill")
     parser.add_argument("--dtypes", default="bfloat16,float32,float16")
     parser.add_argument("--backward", action="store_true", help="forward and backward together, prefill cases only")
+    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu", help="cuda: device times on an NVIDIA GPU, see gpu.py; "
+                        "of the other options only --implementation counts there")
     parser.add_argument("--implementation", default="auto", help="of ours")
     parser.add_argument("--torch-compile", action="store_true", help="add torch.compile of the formula")
     parser.add_argument("--quick", action="store_true", help="a few shapes, fewer rounds")
     parser.add_argument("--json", metavar="FILE", help="write every figure there")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every claim holds")
     arguments = parser.parse_args()
+    if arguments.platform == "cuda":
+        return gpu.main(arguments.implementation)
     arguments.rounds = {"decode": 9, "prefill": 7} if arguments.quick else {"decode": 25, "prefill": 11}
 
     console = Console(width=None if sys.stdout.isatty() else 180)

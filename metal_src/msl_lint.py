@@ -63,16 +63,17 @@ class _Walk:
     def __init__(self, kernels):
         self.kernels, self.found, self.file, self.line = kernels, [], "", 0
 
-    def visit(self, node, function):
+    def visit(self, node, function, implicit=False):
+        implicit = implicit or node.get("isImplicit")  # the compiler's own: a copy constructor, and its parameters
         self.move(node.get("loc", {}))
         line, ours = self.line, self.file == "<stdin>"
         self.move(node.get("range", {}))
-        if ours and not node.get("isImplicit"):
+        if ours and not implicit:
             self.found += [(line, what) for what in self.rules(node, function)]
         if node.get("kind") in FUNCTIONS:
             function = node
         for child in node.get("inner", ()):
-            self.visit(child, function)
+            self.visit(child, function, implicit)
 
     def move(self, location):
         self.file = location.get("file", self.file)

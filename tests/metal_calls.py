@@ -48,7 +48,7 @@ class Call:
     params: bytes
     check: Callable   # of the arrays afterwards
     moved: Callable   # again -> {buffer: (bytes read, bytes written)}; again: how often a row is read, 1 if it is kept
-    sums: int = 1     # over each row
+    sums: int = 1     # over each row, all made at once
     teams: int = 0
     kernel: str = ""
     variant: tuple = ()
@@ -73,7 +73,7 @@ class Call:
         _, _, simdgroups, teams = standin.shape(self.width, self.dtype.itemsize)
         placed = {id(a): Array(a) for a in self.arrays}
         arrays = [placed[id(a)] for a in self.arrays]
-        return launch(pipeline, arrays, self.params, -(-self.teams // teams), teams * simdgroups * 32, max(4 * simdgroups, 16)), arrays
+        return launch(pipeline, arrays, self.params, -(-self.teams // teams), teams * simdgroups * 32, max(8 * simdgroups, 16)), arrays
 
 
 def call(kernel, variant, rows, width):

@@ -14,7 +14,7 @@ import pytest
 import jax_fusednorm
 import oracle
 from jax_fusednorm.core import ffi
-from ops import every_op, loss
+from ops import assert_trees_close, every_op, loss
 from plain import draw, draw_scale
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -96,6 +96,23 @@ def test_a_chain_of_layers_is_launched_as_graphs(tmp_path):
     graphs = sum(n for name, n in launches.items() if "GraphLaunch" in name)
     kernels = sum(n for name, n in launches.items() if "LaunchKernel" in name)
     assert runs <= graphs <= 4 * runs and kernels < 40, launches
+
+
+@pytest.mark.skipif("jax.default_backend() != 'gpu' or jax.device_count() < 2", reason="needs two GPUs")
+@every_op
+def test_two_gpus_run_the_kernels_on_their_own_rows(tested):
+    args, f = tested.arguments((4, 6, 256), "bfloat16", "float32"), tested.bound("cuda")
+    step = jax.jit(lambda *a: (f(*a), jax.grad(loss(f), range(len(a)))(*a)))
+    want = step(*args)
+    mesh = jax.make_mesh((2,), ("b",))
+    rows, whole = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (("b",), ()))
+    cut = [jax.device_put(a, rows if a.ndim > 1 else whole) for a in args]
+    text = step.lower(*cut).compile().as_text()
+    assert "jax_fusednorm_cuda" in text and "all-gather" not in text
+    assert_trees_close(step(*cut), want, rtol=1e-2, atol=1e-2)
+    for got, w in zip(f(*(jax.device_put(a, jax.devices()[1]) for a in args)), want[0]):
+        assert got.devices() == {jax.devices()[1]}
+        oracle.assert_same_bits(got, np.asarray(w))
 
 
 @needs_gpu

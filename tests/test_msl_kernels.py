@@ -23,11 +23,11 @@ def check_counts(standin, call):
     assert (done.groups, done.threads) == (-(-call.teams // teams), 32 * simdgroups * teams)
     for buffer, moved in call.moved(1 if r else 2).items():
         assert (done.buffers[buffer].read, done.buffers[buffer].written) == moved, f"{call.instantiation(standin)}: buffer {buffer}"
-    sums, memory = call.rows * call.sums, done.threadgroup_memory
-    assert done.exchanges == sums * simdgroups
-    assert done.barriers == (2 * sums if simdgroups > 1 else 0)
-    partials = 4 * simdgroups if simdgroups > 1 else 0
-    assert (memory.read, memory.written) == (sums * partials * done.threads, sums * partials)
+    memory = done.threadgroup_memory
+    assert done.exchanges == call.rows * call.sums * simdgroups
+    assert done.barriers == (2 * call.rows if simdgroups > 1 else 0)
+    partials = 4 * call.sums * simdgroups if simdgroups > 1 else 0
+    assert (memory.read, memory.written) == (call.rows * partials * done.threads, call.rows * partials)
     assert (memory.unique_read, memory.unique_written) == (partials, partials)
 
 
@@ -75,7 +75,7 @@ def test_every_shape(standin, host_library, name, dtype):
 WRONG = {
     "epsilon left out": (" + p.epsilon)", ")"),
     "the sum of squares for their mean": ("team.sum(squares) / float(p.width)", "team.sum(squares)"),
-    "one simdgroup left out": ("s < SG;", "s < SG - 1;"),
+    "one simdgroup left out": ("s < SG; ++s) total +=", "s < SG - 1; ++s) total +="),
     "no offset": ("offset = p.scale_offset", "offset = 0.0f"),
     "no rounding before the scale": ("rounded<T>(unit) * rounded<T>(gain)", "unit * gain"),
 }

@@ -42,8 +42,8 @@ kernel void rms_norm_tangent(
     kept_s.put(c, s);
     kept_v.put(c, v);
   }
-  const Sums total = team.sums(squares, along);
-  const float r = rsqrt(total.x / float(p.width) + p.epsilon), slope = total.y / float(p.width) * r * r;
+  const Floats<2> total = team.sums(squares, along);
+  const float r = rsqrt(total.v[0] / float(p.width) + p.epsilon), slope = total.v[1] / float(p.width) * r * r;
   FOR_MINE(c, R, mine) {
     const int i = team.at(c);
     const Floats<V> s = R > 0 ? kept_s.get(c) : points.get(c, i), v = R > 0 ? kept_v.get(c) : tangents.get(c, i);
@@ -115,8 +115,8 @@ kernel void rms_norm_cotangent(
       normed_bars = fetch<V, R>(normed_bar + start + p.width, team, mine);
       if (SUM) sum_bars = fetch<V, A>(sum_bar + start + p.width, team, mine);
     }
-    const Sums total = team.sums(squares, along);
-    const float r = rsqrt(total.x / float(p.width) + p.epsilon), slope = total.y / float(p.width) * r * r;
+    const Floats<2> total = team.sums(squares, along);
+    const float r = rsqrt(total.v[0] / float(p.width) + p.epsilon), slope = total.v[1] / float(p.width) * r * r;
     FOR_MINE(c, R, mine) {
       const int i = team.at(c);
       const Floats<V> s = R > 0 ? kept_s.get(c) : points_here.get(c, i), n = normed_bars_here.get(c, i);

@@ -2,10 +2,6 @@
 #pragma once
 #include "dtypes.h"
 
-struct Sums {
-  float x, y;
-};
-
 template <int SG>
 struct Team {
   int rank;                    // this thread's place in the team
@@ -30,19 +26,21 @@ struct Team {
   }
 
   // The same of two values, at the price of one.
-  inline Sums sums(float x, float y) const {
-    Sums total = {simd_sum(x), simd_sum(y)};
+  inline Floats<2> sums(float x, float y) const {
+    Floats<2> total;
+    total.v[0] = simd_sum(x);
+    total.v[1] = simd_sum(y);
     if (SG == 1) return total;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (rank % SIMD_WIDTH == 0) {
-      partial[rank / SIMD_WIDTH] = total.x;
-      partial[SG + rank / SIMD_WIDTH] = total.y;
+      partial[rank / SIMD_WIDTH] = total.v[0];
+      partial[SG + rank / SIMD_WIDTH] = total.v[1];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    total.x = total.y = 0;
+    total.v[0] = total.v[1] = 0;
     for (int s = 0; s < SG; ++s) {
-      total.x += partial[s];
-      total.y += partial[SG + s];
+      total.v[0] += partial[s];
+      total.v[1] += partial[SG + s];
     }
     return total;
   }
