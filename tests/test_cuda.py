@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,9 @@ def test_without_the_library_explain_says_how_to_get_it(monkeypatch):
 
 
 def test_asking_for_cuda_without_nvcc_is_an_error(tmp_path):
-    done = subprocess.run(["cmake", "-S", ROOT / "metal_src", "-B", tmp_path, "-DJAX_FUSEDNORM_CUDA=ON"], check=False,
+    pytest.importorskip("cmake")
+    done = subprocess.run([sys.executable, "-m", "cmake", "-S", ROOT / "metal_src", "-B", tmp_path, "-DJAX_FUSEDNORM_CUDA=ON",
+                           f"-DPython_EXECUTABLE={sys.executable}"], check=False,
                           env={**os.environ, "CUDACXX": "/nonexistent/nvcc"}, capture_output=True, text=True)
     assert done.returncode and "JAX_FUSEDNORM_CUDA is ON, but there is no nvcc; put CUDA 12.8 or newer on the PATH" in " ".join(done.stderr.split())
 
