@@ -31,8 +31,11 @@ def _implementations(config):
 
 def pytest_generate_tests(metafunc):
     names = _implementations(metafunc.config)
+    kernels = [name for name in names if name != "jnp"]
     if "kernel" in metafunc.fixturenames:
-        metafunc.parametrize("kernel", [name for name in names if name != "jnp"], indirect=True)
+        metafunc.parametrize("kernel", kernels, indirect=True)
+    elif "one_kernel" in metafunc.fixturenames:
+        metafunc.parametrize("one_kernel", kernels[:1], indirect=True)
     elif "implementation" in metafunc.fixturenames:
         metafunc.parametrize("implementation", names, indirect=True)
 
@@ -81,6 +84,12 @@ def implementation(request):
 @pytest.fixture
 def kernel(request):
     """`implementation`, for tests of what only a kernel promises."""
+    yield from _watched(request)
+
+
+@pytest.fixture
+def one_kernel(request):
+    """`kernel`, for tests of what is decided before a launcher is chosen: the first of them stands for all."""
     yield from _watched(request)
 
 

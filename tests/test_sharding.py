@@ -81,13 +81,13 @@ ROWS_CUT = (P("b"), P("b", "s"), P(("b", "s")), P(None, "b"))
 @every_op
 @every_direction
 @every_mesh
-def test_rows_cut_over_any_mesh_keep_the_kernel(kernel, tested, direction, types):
+def test_rows_cut_over_any_mesh_keep_the_kernel(one_kernel, tested, direction, types):
     mesh, args = mesh_of(types), tested.arguments(SHAPE)
     with jax.set_mesh(mesh):
         for rows in ROWS_CUT:
             # one dimension over an Auto and an Explicit axis at once: XLA reshards around the call, as it does for jnp
             plain = not (rows == P(("b", "s")) and types == (AUTO, EXPLICIT))
-            executable = check(tested, kernel, direction, args, place(mesh, args, rows),
+            executable = check(tested, one_kernel, direction, args, place(mesh, args, rows),
                                expected(direction) if plain else None)
             if plain:
                 assert jax.tree.leaves(executable.output_shardings)[0].is_equivalent_to(NamedSharding(mesh, rows), 3)
@@ -105,13 +105,13 @@ def test_an_auto_mesh_is_known_from_the_arguments_alone(kernel, tested, directio
 @every_op
 @every_direction
 @every_mesh
-def test_a_cut_reduced_axis_runs_the_reference(kernel, tested, direction, types):
+def test_a_cut_reduced_axis_runs_the_reference(one_kernel, tested, direction, types):
     mesh, args = mesh_of(types), tested.arguments(SHAPE)
     with jax.set_mesh(mesh):
         placed = place(mesh, args, P("b", None, "s"), P("s") if types == MESHES["explicit"] else P())
         _, of_jnp = compiled(program(tested, "jnp", direction), *placed)
-        executable = check(tested, kernel, direction, args, placed, None)
-        _, found = compiled(program(tested, kernel, direction), *placed)
+        executable = check(tested, one_kernel, direction, args, placed, None)
+        _, found = compiled(program(tested, one_kernel, direction), *placed)
         assert found["kernels"] == 0
         if direction == "forward":
             assert found == of_jnp and found["all-gather"] == 0
@@ -119,20 +119,20 @@ def test_a_cut_reduced_axis_runs_the_reference(kernel, tested, direction, types)
 
 
 @every_op
-def test_a_fully_sharded_scale_costs_its_own_gather(kernel, tested):
+def test_a_fully_sharded_scale_costs_its_own_gather(one_kernel, tested):
     mesh, args = mesh_of(MESHES["auto"]), tested.arguments(SHAPE)
     want = {**expected("forward"), "all-gather": 1}
-    check(tested, kernel, "forward", args, place(mesh, args, P("b"), P("b")), want)
-    check(tested, kernel, "backward", args, place(mesh, args, P("b"), P("b")), None)
+    check(tested, one_kernel, "forward", args, place(mesh, args, P("b"), P("b")), want)
+    check(tested, one_kernel, "backward", args, place(mesh, args, P("b"), P("b")), None)
 
 
 @every_op
-def test_rows_that_do_not_divide_are_right(kernel, tested):
+def test_rows_that_do_not_divide_are_right(one_kernel, tested):
     mesh, args = mesh_of(MESHES["auto"]), tested.arguments((6, 4, 16))
 
     def constrained(*args):
         args = [jax.lax.with_sharding_constraint(a, NamedSharding(mesh, P("b"))) if a.ndim > 1 else a for a in args]
-        return tested.bound(kernel)(*args)
+        return tested.bound(one_kernel)(*args)
 
     with jax.set_mesh(mesh):
         got = jax.jit(constrained)(*args)
@@ -153,9 +153,9 @@ def test_shard_map_keeps_the_kernel(kernel, tested, direction, axis_type):
 
 
 @every_op
-def test_shard_map_over_one_of_two_auto_axes_runs_the_reference(kernel, tested):
+def test_shard_map_over_one_of_two_auto_axes_runs_the_reference(one_kernel, tested):
     mesh, args = mesh_of(MESHES["auto"]), tested.arguments(SHAPE)
-    f = jax.shard_map(tested.bound(kernel), mesh=mesh, in_specs=(P("b"),) * tested.rows + (P(),), out_specs=P("b"),
+    f = jax.shard_map(tested.bound(one_kernel), mesh=mesh, in_specs=(P("b"),) * tested.rows + (P(),), out_specs=P("b"),
                       axis_names={"b"})
     executable, found = compiled(f, *place(mesh, args, P("b")))
     assert found["kernels"] == 0
@@ -164,12 +164,12 @@ def test_shard_map_over_one_of_two_auto_axes_runs_the_reference(kernel, tested):
 
 @every_op
 @every_mesh
-def test_vmap_of_cut_operands_keeps_the_kernel(kernel, tested, types):
+def test_vmap_of_cut_operands_keeps_the_kernel(one_kernel, tested, types):
     mesh, args = mesh_of(types), tested.arguments(SHAPE)
     with jax.set_mesh(mesh):
         placed = place(mesh, args, P("b", "s"))
         for axis in (0, 1):
-            f = jax.vmap(tested.bound(kernel), in_axes=(axis,) * tested.rows + (None,), out_axes=axis)
+            f = jax.vmap(tested.bound(one_kernel), in_axes=(axis,) * tested.rows + (None,), out_axes=axis)
             executable, found = compiled(f, *placed)
             assert found == expected("forward")
             assert_trees_close(run(executable, placed), jax.tree.map(np.asarray, tested.bound("jnp")(*args)))
@@ -206,12 +206,12 @@ def test_an_abstract_mesh_runs_jnp():
     assert "custom_call @jax_fusednorm" not in jax.jit(f).trace(x).lower(lowering_platforms=("tpu",)).as_text()
 
 
-def test_without_shardy_several_devices_run_the_reference(kernel):
+def test_without_shardy_several_devices_run_the_reference(one_kernel):
     mesh, args = mesh_of(MESHES["auto"]), ALL[0].arguments(SHAPE)
     before = jax.config.jax_use_shardy_partitioner
     jax.config.update("jax_use_shardy_partitioner", False)
     try:
-        _, found = compiled(ALL[0].bound(kernel), *place(mesh, args, P("b")))
+        _, found = compiled(ALL[0].bound(one_kernel), *place(mesh, args, P("b")))
     finally:
         jax.config.update("jax_use_shardy_partitioner", before)
     assert found["kernels"] == 0
