@@ -28,11 +28,17 @@ def array(op, argument, value):
         fail(op, argument, f"a {type(value).__name__}", f"an array was wanted: {error}")
 
 
-def activation(op, argument, value):
-    """An array [..., D] with D >= 1, in float32, bfloat16 or float16 (or float64 under x64)."""
+def floats(op, argument, value):
+    """An array in float32, bfloat16 or float16 (or float64 under x64)."""
     value = array(op, argument, value)
     if not _dtype_is(value, (*STORAGE, "float64")):
         fail(op, argument, f"{value.dtype}", f"one of {', '.join(STORAGE)} was wanted: cast it with `.astype`")
+    return value
+
+
+def activation(op, argument, value):
+    """A float array [..., D] with D >= 1."""
+    value = floats(op, argument, value)
     if value.ndim == 0:
         fail(op, argument, "a scalar", "at least one axis was wanted, the last of which is normalized: reshape it to [1] or more")
     if value.shape[-1] == 0:
@@ -56,9 +62,7 @@ def scale(op, argument, value, width):
     """A float array [width], or None."""
     if value is None:
         return None
-    value = array(op, argument, value)
-    if not _dtype_is(value, (*STORAGE, "float64")):
-        fail(op, argument, f"{value.dtype}", f"one of {', '.join(STORAGE)} was wanted: cast it with `.astype`")
+    value = floats(op, argument, value)
     if value.shape != (width,):
         fail(op, argument, f"of shape {list(value.shape)}", f"shape [{width}] was wanted, one value per normalized element")
     return value
@@ -82,6 +86,30 @@ def flag(op, argument, value):
     if not isinstance(value, (bool, np.bool_)):
         fail(op, argument, f"{value!r}", "True or False was wanted")
     return bool(value)
+
+
+def integer(op, argument, value, at_least=0):
+    """A static integer."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < at_least:
+        fail(op, argument, f"{value!r}", f"a static integer of at least {at_least} was wanted")
+    return int(value)
+
+
+def divisor(op, argument, value, width, of):
+    """A static integer that divides `width`."""
+    value = integer(op, argument, value, at_least=1)
+    if width % value:
+        fail(op, argument, f"{value}", f"a divisor of {width}, {of}, was wanted")
+    return value
+
+
+def float_dtype(op, argument, value):
+    """The name of a float dtype."""
+    try:
+        name = jnp.dtype(value).name
+    except TypeError:
+        name = repr(value)
+    return option(op, argument, name, (*STORAGE, "float64") if jax.config.jax_enable_x64 else STORAGE)
 
 
 def option(op, argument, value, choices):

@@ -66,15 +66,17 @@ def _out_avals(reference, avals, params, mesh, x64, promotion):
 class _RowPrimitive:
     """A primitive that works row by row, with its abstract eval, impl, batching and lowering rules.
 
-    reference(*operands, mean, **params) -> results; axes(params) -> (operand axes, result axes); whole: the axes that are reduced;
+    reference(*operands, mean, **params) -> results; axes(params) -> (operand axes, result axes); whole: the axes that are reduced; uncut: those
+    that are not, and that no device may hold a part of;
     kernel(call, *operands, **params) -> results, or NotImplemented for what it does not cover; None where the reference is all there is.
 
     It is two primitives of one name. The one with kernels asks for its devices while lowering, which JAX refuses to abstract
     meshes among others; so a call that can only run jnp binds the plain one.
     """
 
-    def __init__(self, name, reference, axes, whole, kernel, strict):
-        self.name, self.reference, self.axes, self.whole, self.kernel, self.strict = name, reference, axes, whole, kernel, strict
+    def __init__(self, name, reference, axes, whole, uncut, kernel, strict):
+        self.name, self.reference, self.axes, self.whole, self.uncut = name, reference, axes, whole, uncut
+        self.kernel, self.strict = kernel, strict
         self.plain = self._primitive(has_kernels=False)
         self.with_kernels = self.plain if kernel is None else self._primitive(has_kernels=True)
         self.primitives = {self.plain, self.with_kernels}
@@ -141,7 +143,8 @@ class Op:
 
     reference(*operands, spec, mean) -> [results], the op's definition and its lowering where no kernel runs. `mean` is what it takes
         means over the whole axes with.
-    operands, results: axes strings; trailing ones may be absent in a call. whole: the axes that are reduced.
+    operands, results: axes strings; trailing ones may be absent in a call. whole: the axes that are reduced. uncut: axes that are
+        not, but that mean something only as a whole.
     kernel(call, *operands, spec) -> [results]; `call` is the core.ffi.Call of the chosen launcher.
     tangent_kernel, cotangent_kernel(call, *operands, *tangents or *cotangents, spec, active) -> results, optional.
         active[i]: operand i has a tangent / its cotangent is wanted.
@@ -149,13 +152,14 @@ class Op:
     spec: a frozen, hashable value with a field `implementation`.
     """
 
-    def __init__(self, name, reference, *, operands, results, whole="d", kernel=None, tangent_kernel=None, cotangent_kernel=None, jvp=None):
+    def __init__(self, name, reference, *, operands, results, whole="d", uncut="", kernel=None, tangent_kernel=None,
+                 cotangent_kernel=None, jvp=None):
         self.name, self.reference, self._own_jvp = name, reference, jvp
         self._operands, self._results = operands, results
-        self.op = _RowPrimitive(name, reference, lambda params: (operands, results), whole, kernel, strict=True)
-        self.tangent = _RowPrimitive(f"{name}_tangent", self._tangent_reference, self._tangent_axes, whole, tangent_kernel,
+        self.op = _RowPrimitive(name, reference, lambda params: (operands, results), whole, uncut, kernel, strict=True)
+        self.tangent = _RowPrimitive(f"{name}_tangent", self._tangent_reference, self._tangent_axes, whole, uncut, tangent_kernel,
                                      strict=False)
-        self.cotangent = _RowPrimitive(f"{name}_cotangent", self._cotangent_reference, self._cotangent_axes, whole,
+        self.cotangent = _RowPrimitive(f"{name}_cotangent", self._cotangent_reference, self._cotangent_axes, whole, uncut,
                                        cotangent_kernel, strict=False)
         for p in self.op.primitives:
             ad.primitive_jvps[p] = self._jvp

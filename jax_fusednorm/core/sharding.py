@@ -100,6 +100,8 @@ def _in_shard_map(primitive, ctx, params, mesh, explicit):
     out_specs = [_spec(on, a, v.ndim) for a, v in zip(result_axes, ctx.avals_out)]
     if any(dim in on for dim in primitive.whole):
         return Placed(why="the normalized axis is cut over devices")
+    if any(dim in on for dim in primitive.uncut):
+        return Placed(why="an axis is cut over devices of which each needs the whole")
     as_they_are = [tuple(map(_names, v.sharding.spec)) for v in ctx.avals_in]
     if as_they_are != [tuple(map(_names, s)) for s in in_specs]:
         return Placed(why="the operands are cut in different ways")
@@ -119,7 +121,7 @@ def _in_custom_partitioning(primitive, ctx, params):
         for axes, operand in zip(operand_axes, operands):
             if is_row(axes) or not rows_decide:
                 for dim, entry in zip(dims_of(axes, len(operand.shape)), operand.sharding.spec):
-                    if _names(entry) and not any(set(_names(entry)) & set(other) for d, other in on.items() if d != dim):
+                    if dim not in primitive.uncut and _names(entry) and not any(set(_names(entry)) & set(other) for d, other in on.items() if d != dim):
                         on.setdefault(dim, _names(entry))
         across = tuple(name for dim in primitive.whole for name in on.get(dim, ()))
 

@@ -27,6 +27,14 @@ inline Floats<V> load_pack(device const T* row, int i) {
   return f;
 }
 
+// The same where an address is a multiple of the element's size, and may be of no more.
+template <int V, typename T>
+inline Floats<V> load_elements(device const T* row, int i) {
+  Floats<V> f;
+  UNROLL for (int k = 0; k < V; ++k) f.v[k] = float(row[i * V + k]);
+  return f;
+}
+
 template <int V>
 inline Floats<V> load_pack(device const ones*, int) {
   Floats<V> f;
@@ -47,6 +55,14 @@ inline float element(device const T*, uint word, int k) {
   return float(as_type<T>(ushort(word >> (k % 2 * 16))));
 }
 inline float element(device const float*, uint word, int) { return as_type<float>(word); }
+
+// Word i of a row of T, which need not start at a multiple of 4 bytes.
+template <typename T>
+inline uint word_of(device const T* row, int i) {
+  device const ushort* halves = reinterpret_cast<device const ushort*>(row);
+  return uint(halves[2 * i]) | uint(halves[2 * i + 1]) << 16;
+}
+inline uint word_of(device const float* row, int i) { return as_type<uint>(row[i]); }
 
 // One round to nearest even to T, back in float.
 template <typename T>

@@ -23,6 +23,12 @@ inline Floats<V> add(Floats<V> a, Floats<V> b) {
   return a;
 }
 
+template <int V>
+inline Floats<V> times(Floats<V> a, Floats<V> b) {
+  UNROLL for (int k = 0; k < V; ++k) a.v[k] *= b.v[k];
+  return a;
+}
+
 // s = x (+ residual) of one row.
 template <typename T, bool RESIDUAL, int V, int R>
 struct Point {

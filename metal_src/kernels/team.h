@@ -59,6 +59,7 @@ inline Team<SG> team_of(uint lane, uint simdgroup, threadgroup float* partial) {
 template <typename T, int V, int R>
 struct Fetched {
   device const T* row;
+  bool aligned;  // to a pack; else its elements are loaded one by one
 #ifndef KEPT_IN_SCRATCH
   uint words[R > 0 ? R * V * int(sizeof(T)) / 4 : 1];
 #endif
@@ -70,7 +71,7 @@ struct Fetched {
       return f;
     }
 #endif
-    return load_pack<V>(row, i);
+    return V == 1 || aligned ? load_pack<V>(row, i) : load_elements<V>(row, i);
   }
 };
 template <int V, int R>
@@ -80,14 +81,18 @@ struct Fetched<ones, V, R> {
 };
 
 template <int V, int R, int SG, typename T>
-inline Fetched<T, V, R> fetch(device const T* row, Team<SG> team, int mine) {
+inline Fetched<T, V, R> fetch(device const T* row, Team<SG> team, int mine, bool aligned = true) {
   Fetched<T, V, R> f;
   f.row = row;
+  f.aligned = aligned;
 #ifndef KEPT_IN_SCRATCH
   const int n = V * int(sizeof(T)) / 4;
-  if (R > 0) FOR_MINE(c, R, mine) {
+  if (R > 0 && aligned) FOR_MINE(c, R, mine) {
     const Pack<uint, (n > 0 ? n : 1)> p = reinterpret_cast<device const Pack<uint, (n > 0 ? n : 1)>*>(row)[team.at(c)];
     UNROLL for (int k = 0; k < n; ++k) f.words[c * n + k] = p.v[k];
+  }
+  if (R > 0 && !aligned) FOR_MINE(c, R, mine) {
+    UNROLL for (int k = 0; k < n; ++k) f.words[c * n + k] = word_of(row, team.at(c) * n + k);
   }
 #endif
   return f;

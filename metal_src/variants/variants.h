@@ -29,15 +29,20 @@ Entry with_storage(Argument a, F f) {
   }
 }
 
-// The same for a scale beside storage T: absent, float, or T. Python converts any other to float, which holds it exactly.
+// The same for what lies beside storage T: float, or T. Python converts any other to float, which holds it exactly.
 template <typename T, typename F>
-Entry with_scale(Argument a, F f) {
-  if (a == Argument::Ones) return f(Type<ones>{});
+Entry with_float_or(Argument a, F f) {
   if (a == Argument::Float) return f(Type<float>{});
   if constexpr (rounds<T>) {
     if (a == (std::is_same<T, half>::value ? Argument::Half : Argument::Bfloat)) return f(Type<T>{});
   }
   return nullptr;
+}
+
+// The same for a scale, which may be absent.
+template <typename T, typename F>
+Entry with_scale(Argument a, F f) {
+  return a == Argument::Ones ? f(Type<ones>{}) : with_float_or<T>(a, f);
 }
 
 // f(true_type or false_type). Allowed = false: only `false` exists, because `true` would compute the same.

@@ -1,0 +1,169 @@
+"""Gating and the RMSNorm of groups of channels."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from ..core import checks, lowering
+from ..core.numerics import compute_dtype, last_mean, rounded
+from ..core.primitive import Op
+from . import norm_derivative
+
+
+def gated_group_rms_norm(y, gate, scale, *, group_size=None, epsilon=1e-5, norm_before_gate=False, gate_start=None,
+                         activation="silu", rounding="storage", out_dtype=None, implementation=None):
+    """The root-mean-square normalization of each group of channels, gated (the tail of a Mamba-2 mixer and of its relatives).
+
+    Equivalent to, with everything in float32 (float64 for float64 `y`)::
+
+        groups = lambda a: a.reshape(*a.shape[:-1], -1, group_size)
+        act = jax.nn.silu(gate)                             # activation="sigmoid": jax.nn.sigmoid(gate)
+        v = groups(y) if norm_before_gate else groups(y * act)
+        v = v * jax.lax.rsqrt(jnp.mean(v * v, axis=-1, keepdims=True) + epsilon)
+        v = v.reshape(y.shape)                              # rounding="storage": then rounded to y's dtype
+        out = v * scale * act if norm_before_gate else v * scale
+        return out.astype(out_dtype)
+
+    Args:
+      y: [..., I] in float32, bfloat16 or float16.
+      gate: [..., I] in any of these dtypes, whatever y's is; with gate_start [..., W], the fused projection that holds it.
+      scale: [I] in any of these dtypes.
+      group_size: static, a divisor of I; None: one group, the whole row.
+      epsilon: static, finite, at least 0; added to the mean square. Kept in float32.
+      norm_before_gate: static; False gates first (Mamba-2, Zamba2, Nemotron-H), True gates what is normalized (Qwen3-Next, Kimi-Linear).
+      gate_start: static; None, or the column of `gate` where its I columns start. They are read in place, wherever they start:
+        nothing is copied. The cotangent has gate's full width, and zeros elsewhere.
+      activation: static, "silu" or "sigmoid".
+      rounding: static. "storage": what is normalized is rounded to y's dtype before the scale (Hugging Face); "float32": the
+        result is rounded once (mamba_ssm).
+      out_dtype: static, the result's dtype; None: y's.
+      implementation: None for the default in force, or "auto", "jnp", "kernel", "host", "metal", "cuda".
+
+    Returns:
+      [..., I] in out_dtype.
+
+    Raises:
+      ValueError: a wrong shape, dtype or option, at trace time.
+      NotImplementedError: a kernel was asked for by name and cannot run.
+
+    Derivatives of every order and mode exist for y, gate and scale; roundings count as the identity.
+    Formula: Dao and Gu, Transformers are SSMs, 2024, whose norm this is, in groups.
+    """
+    op = "gated_group_rms_norm"
+    y = checks.activation(op, "y", y)
+    width = y.shape[-1]
+    gate_start = None if gate_start is None else checks.integer(op, "gate_start", gate_start)
+    gate = _gate(op, checks.floats(op, "gate", gate), gate_start, y)
+    scale = checks.scale(op, "scale", checks.array(op, "scale", scale), width)
+    size = checks.divisor(op, "group_size", width if group_size is None else group_size, width, "the last axis of `y`")
+    spec = Spec(
+        epsilon=checks.real(op, "epsilon", epsilon, at_least=0),
+        norm_before_gate=checks.flag(op, "norm_before_gate", norm_before_gate),
+        gate_start=gate_start,
+        activation=checks.option(op, "activation", activation, tuple(ACTIVATIONS)),
+        rounding=checks.option(op, "rounding", rounding, ("storage", "float32")),
+        out_dtype=checks.float_dtype(op, "out_dtype", y.dtype if out_dtype is None else out_dtype),
+        implementation=lowering.requested(op, implementation))
+    in_place = gate_start is not None
+    [out] = (GATED_IN_PLACE if in_place else GATED).bind(_grouped(y, size), gate if in_place else _grouped(gate, size), _grouped(scale, size),
+                                                        spec=spec)
+    return out.reshape(y.shape)
+
+
+ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    epsilon: float
+    norm_before_gate: bool
+    gate_start: int | None
+    activation: str
+    rounding: str
+    out_dtype: str
+    implementation: str
+
+
+def _gate(op, gate, start, y):
+    if start is None:
+        wanted = y.shape
+    else:
+        wanted = (*y.shape[:-1], max(start + y.shape[-1], gate.shape[-1] if gate.ndim else 0))
+    if gate.shape != wanted:
+        least = "" if start is None else " or more columns"
+        checks.fail(op, "gate", f"of shape {list(gate.shape)}", f"{list(wanted)}{least} was wanted, for `y` of {list(y.shape)}"
+                    + ("" if start is None else f" and gate_start={start}"))
+    return gate
+
+
+def _grouped(a, size):
+    return a.reshape(*a.shape[:-1], a.shape[-1] // size, size)
+
+
+def _columns(gate, y, spec):
+    """The gate of y [..., groups, group_size], in its shape."""
+    if spec.gate_start is None:
+        return gate
+    width = math.prod(y.shape[-2:])
+    return jax.lax.slice_in_dim(gate, spec.gate_start, spec.gate_start + width, axis=-1).reshape(*gate.shape[:-1], *y.shape[-2:])
+
+
+def reference(y, gate, scale, *, spec, mean=last_mean):
+    wide = compute_dtype(y.dtype)
+    act = ACTIVATIONS[spec.activation](_columns(gate, y, spec).astype(wide))
+    v = y.astype(wide) if spec.norm_before_gate else y.astype(wide) * act
+    v = v * jax.lax.rsqrt(mean(v * v) + spec.epsilon)
+    if spec.rounding == "storage":
+        v = rounded(v, y.dtype)
+    v = v * scale.astype(wide)
+    return [(v * act if spec.norm_before_gate else v).astype(spec.out_dtype)]
+
+
+def _kernel_gate(y, gate, spec):
+    """(the gate as the kernels take it, their attributes): in place where it is of y's dtype or float32, which holds any other exactly."""
+    start = spec.gate_start
+    if gate.dtype not in (y.dtype, jnp.float32):
+        gate, start = _columns(gate, y, spec).astype(jnp.float32), None
+    width = math.prod(y.shape[-2:]) if start is None else gate.shape[-1]
+    return gate, dict(gate_width=width, gate_start=start or 0, silu=spec.activation == "silu", epsilon=spec.epsilon,
+                      norm_first=spec.norm_before_gate)
+
+
+def kernel(call, y, gate, scale, *, spec):
+    gate, attributes = _kernel_gate(y, gate, spec)
+    dtype = y.dtype if spec.out_dtype == y.dtype else jnp.float32
+    scale = scale if scale.dtype == dtype else scale.astype(jnp.float32)
+    [out] = call("gated_group_rms_norm", [jax.ShapeDtypeStruct(y.shape, dtype)], y, gate, scale, round_norm=spec.rounding == "storage", **attributes)
+    return [out.astype(spec.out_dtype)]
+
+
+def cotangent_kernel(call, y, gate, scale, out_bar, *, spec, active):
+    kernel_gate, attributes = _kernel_gate(y, gate, spec)
+    out_bar = out_bar if out_bar.dtype == y.dtype else out_bar.astype(jnp.float32)
+    rows, groups, size = math.prod(y.shape[:-2]), *y.shape[-2:]
+    most = max(1, norm_derivative.partial_rows(call.launcher, size * y.dtype.itemsize) // groups)
+    blocks = rows if isinstance(rows, int) and rows < most else most  # an exported batch size may be a symbol
+    y_bar, gate_bar, scale_bar = call(
+        "gated_group_rms_norm_cotangent",
+        [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct(y.shape, kernel_gate.dtype),
+         jax.ShapeDtypeStruct((blocks, groups, size), jnp.float32)],
+        y, kernel_gate, scale.astype(jnp.float32), out_bar, **attributes)
+    gate_bar = gate_bar.astype(gate.dtype)
+    if spec.gate_start is not None:
+        _, pull = jax.vjp(functools.partial(_columns, y=y, spec=spec), gate)
+        [gate_bar] = pull(gate_bar)
+    results = (y_bar, gate_bar, jnp.sum(scale_bar, axis=0).astype(scale.dtype))
+    return [r for r, wanted in zip(results, active) if wanted]
+
+
+def _op(gate, uncut):
+    return Op("gated_group_rms_norm", reference, operands=("*gd", gate, "gd"), results=("*gd",), uncut=uncut, kernel=kernel,
+              cotangent_kernel=cotangent_kernel)
+
+
+GATED = _op("*gd", uncut="")
+# The columns of a wider gate do not lie where those of y do: no device can hold a part of both.
+GATED_IN_PLACE = _op("*w", uncut="gw")
