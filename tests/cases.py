@@ -57,6 +57,13 @@ GPU_BACKWARD = tuple(case for case in GPU if case.width in (2048, 4096, 8192))
 MODEL_WIDTHS = (1024, 1152, 2048, 2560, 2816, 3840, 4096, 5120, 5376, 7168, 8192)
 MODELS = tuple(Case(f"model_{width}", (3, width), "bfloat16", "bfloat16") for width in MODEL_WIDTHS)
 
+# The gated norm of Mamba-2 mixers: (channels, group, columns of the fused projection that holds the gate, or None).
+# Nemotron-H (its projection, and one of 8192 columns), Nemotron-3-Nano, Nemotron-H 8B and 4B, Nemotron-Nano-9B-v2; Codestral's whole row.
+GATED_MODELS = ((7680, 960, 17504), (7680, 960, 8192), (4096, 512, None), (8192, 1024, None), (7168, 896, None), (10240, 1280, None),
+                (8192, 8192, None))
+GATED_GROUPS = (3, 100, 512, 520, 896, 960, 1024, 1280)
+GATE_STARTS = (0, 1, 7, 40)
+
 # The acceptance matrix.
 WIDTHS = (1, 7, 55, 128, 255, 256, 257, 557, 2816, 4096, 5376, 7168, 8191, 16385, 32768)
 ROWS = (0, 1, 2, 31, 33, 199)

@@ -16,7 +16,8 @@ from metal_driver import Array, launch
 
 DTYPES = {"float": np.float32, "bfloat": ml_dtypes.bfloat16, "half": np.float16}
 ARGUMENTS = ("false", "true", *DTYPES, "ones")  # launch.h's
-KERNELS = ("rms_norm", "rms_norm_add", "add_rms_norm", "rms_norm_tangent", "rms_norm_cotangent")
+KERNELS = ("rms_norm", "rms_norm_add", "add_rms_norm", "rms_norm_tangent", "rms_norm_cotangent", "gated_group_rms_norm",
+           "gated_group_rms_norm_cotangent")
 EPSILON, OFFSET = 1e-6, 0.5
 
 
@@ -24,12 +25,12 @@ def text_of(kernel):
     return next(text for text in map(embed.assemble, embed.FILES) if kernel in embed.kernels(text))
 
 
+@functools.cache
 def variants(host_library, kernel):
     """The template arguments of every variant there is; metal_src/variants says which, and the host library has them all."""
     declared = re.search(rf"template <([^>]*)>\s*kernel void {kernel}\(", text_of(kernel))[1].split(",")
-    for codes in itertools.product(range(len(ARGUMENTS)), repeat=len(declared) - 4):
-        if host_library.jax_fusednorm_run_host_kernel(kernel.encode(), (ctypes.c_ubyte * 8)(*codes), b"v2", None, None, 0):
-            yield tuple(ARGUMENTS[code] for code in codes)
+    return [tuple(ARGUMENTS[code] for code in codes) for codes in itertools.product(range(len(ARGUMENTS)), repeat=len(declared) - 4)
+            if host_library.jax_fusednorm_run_host_kernel(kernel.encode(), (ctypes.c_ubyte * 8)(*codes), b"v2", None, None, 0)]
 
 
 @functools.cache
@@ -49,7 +50,9 @@ class Call:
     check: Callable   # of the arrays afterwards
     moved: Callable   # again -> {buffer: (bytes read, bytes written)}; again: how often a row is read, 1 if it is kept
     sums: int = 1     # over each row, all made at once
+    most_kept: int = 4  # packs of a row; a thread that has more reads them again
     teams: int = 0
+    width: int = 0
     kernel: str = ""
     variant: tuple = ()
 
@@ -59,11 +62,8 @@ class Call:
 
     @property
     def rows(self):
-        return self.arrays[0].shape[0]
-
-    @property
-    def width(self):
-        return self.arrays[0].shape[1]
+        """Of `width`, each of them summed."""
+        return self.arrays[0].size // self.width
 
     def instantiation(self, standin):
         return f"{self.kernel}<{', '.join([*self.variant, *map(str, standin.shape(self.width, self.dtype.itemsize))])}>"
@@ -81,7 +81,7 @@ def call(kernel, variant, rows, width):
     rng = np.random.default_rng(width)
     words = {"true": True, "false": False, **DTYPES, "ones": None}
     made = globals()[f"_{kernel}"](rng, rows, width, *(words[word] for word in variant))
-    return dataclasses.replace(made, kernel=kernel, variant=variant, teams=made.teams or rows)
+    return dataclasses.replace(made, kernel=kernel, variant=variant, width=width, teams=made.teams or rows)
 
 
 def _rows(rng, rows, width, dtype):
@@ -178,3 +178,50 @@ def _rms_norm_cotangent(rng, rows, width, dtype, has_residual, has_sum, wants_ga
 
     return Call([x, residual if has_residual else x, normed_bar, sum_bar if has_sum else x, gain, s_bar, gain_bar],
                 struct.pack("IIIf", rows, width, teams, EPSILON), check, moved, sums=2, teams=teams)
+
+
+def _gated(rng, rows, width, dtype, gate_dtype, norm_first, blocks):
+    """(y, the gate, the scale, the params, the oracle's options): two groups a row, and a gate between other columns.
+
+    Every second variant: the gate's packs are not aligned, and its activation is a sigmoid.
+    """
+    y = _rows(rng, rows, 2 * width, dtype)
+    before, after = (3, 2) if norm_first else (8, 16)
+    gate = rng.standard_normal((rows, before + 2 * width + after)).astype(gate_dtype)
+    aligned = all(n * gate.itemsize % 16 == 0 for n in (before, gate.shape[1]))
+    params = struct.pack("8If", rows, 2, width, blocks, gate.shape[1], before, aligned, not norm_first, EPSILON)
+    return y, gate, rng.standard_normal(2 * width).astype(np.float32), params, dict(
+        group_size=width, gate_start=before, epsilon=EPSILON, norm_before_gate=norm_first, activation="sigmoid" if norm_first else "silu")
+
+
+def _gated_group_rms_norm(rng, rows, width, dtype, gate_dtype, out_dtype, scale_dtype, norm_first, round_norm):
+    y, gate, scale, params, options = _gated(rng, rows, width, dtype, gate_dtype, norm_first, rows)
+    scale, out = scale.astype(scale_dtype), np.full(y.shape, np.nan, out_dtype)
+    want = oracle.gated_group_rms_norm(y, gate, scale, rounding="storage" if round_norm else "float32", out_dtype=out_dtype, **options)
+    coarse = dict(rtol=float(ml_dtypes.finfo(dtype).eps), atol=1e-4) if round_norm and out_dtype != dtype else {}
+    columns = y.size * gate.itemsize
+    return Call([y, gate, scale, out], params, lambda a: oracle.assert_close(a[3], want, out_dtype, **coarse),
+                lambda again: {0: (again * y.nbytes, 0), 1: ((1 if norm_first else again) * columns, 0), 2: (rows * scale.nbytes, 0),
+                               3: (0, out.nbytes)}, teams=2 * rows)
+
+
+def _gated_group_rms_norm_cotangent(rng, rows, width, dtype, gate_dtype, out_dtype, norm_first):
+    blocks = max(rows // 2, 1)
+    y, gate, scale, params, options = _gated(rng, rows, width, dtype, gate_dtype, norm_first, blocks)
+    out_bar, y_bar = _rows(rng, rows, 2 * width, out_dtype), _empty(y)
+    gate_bar, scale_bar = np.full(y.shape, np.nan, gate_dtype), np.full((blocks, 2 * width), np.nan, np.float32)
+    (want, size), wants_gate, want_scale = oracle.gated_group_rms_norm_vjp(y, gate, scale, out_bar, **options)
+    start = options["gate_start"]
+    gate_want, gate_size = (np.broadcast_to(a, gate.shape)[:, start:start + 2 * width] for a in wants_gate)
+
+    def check(a):
+        oracle.assert_derivative_close(a[4], want, size, dtype)
+        oracle.assert_derivative_close(a[5], gate_want, gate_size, gate_dtype)
+        oracle.assert_scale_cotangent_close(a[6].sum(0), want_scale, np.float32, tolerance=1e-5)
+
+    def moved(again):
+        totals = rows * scale.nbytes * (again - 1)  # where they are not kept, they are read and written with each row
+        return {0: (again * y.nbytes, 0), 1: (again * y.size * gate.itemsize, 0), 2: (2 * rows * scale.nbytes, 0),
+                3: (again * out_bar.nbytes, 0), 4: (0, y_bar.nbytes), 5: (0, gate_bar.nbytes), 6: (totals, scale_bar.nbytes + totals)}
+
+    return Call([y, gate, scale, out_bar, y_bar, gate_bar, scale_bar], params, check, moved, sums=2, teams=2 * blocks, most_kept=2)

@@ -89,6 +89,36 @@ def rms_norm_add(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, mul
         return rounded(wide(residual) + (norm if norm_rounding == "float32" else rounded(norm, x.dtype)), x.dtype)
 
 
+def _groups(a, group_size):
+    *rows, width = np.shape(a)
+    size = group_size or width
+    return wide(a).reshape(*rows, width // size, size)
+
+
+def _gate_of(gate, y, gate_start):
+    start = gate_start or 0
+    return np.asarray(gate)[..., start:start + y.shape[-1]]
+
+
+def _activation(g, name):
+    """(the activation, its derivative, the size of the derivative's largest summand)."""
+    sigmoid = 1.0 / (1.0 + np.exp(-g))
+    if name == "sigmoid":
+        return sigmoid, sigmoid * (1.0 - sigmoid), sigmoid * (1.0 - sigmoid)
+    return g / (1.0 + np.exp(-g)), sigmoid * (1.0 + g * (1.0 - sigmoid)), sigmoid * (1.0 + np.abs(g) * (1.0 - sigmoid))
+
+
+def gated_group_rms_norm(y, gate, scale, *, group_size=None, epsilon=1e-5, norm_before_gate=False, gate_start=None,
+                         activation="silu", rounding="storage", out_dtype=None):
+    with np.errstate(all="ignore"):
+        act = _activation(_groups(_gate_of(gate, y, gate_start), group_size), activation)[0]
+        v = _groups(y, group_size) * (1.0 if norm_before_gate else act)
+        v = v * _inverse_root(v, epsilon)
+        v = rounded(v, y.dtype) if rounding == "storage" else v
+        v = v * _groups(scale, group_size) * (act if norm_before_gate else 1.0)
+        return rounded(v.reshape(y.shape), y.dtype if out_dtype is None else out_dtype)
+
+
 # Derivatives. Roundings count as identity, so nothing below rounds but the sum that the derivative is taken at; the
 # second value of each pair is the size of the row's largest summand, against which cancellation is to be judged.
 
@@ -143,6 +173,44 @@ def add_rms_norm_vjp(x, residual, scale, dn, dsum, *, sum_rounding="float32", ep
     s, _ = _sum(x, residual, sum_rounding)
     ds, size, dscale = _vjp_at(s, wide(dn), scale, x.dtype, epsilon, scale_offset, multiply_before_cast)
     return ds + wide(dsum), size + _row_size(wide(dsum)), dscale
+
+
+def _gated_parts(y, gate, scale, group_size, epsilon, norm_before_gate, gate_start, activation):
+    """y, v, r, scale, act, slope of act and its size, and the two factors of which one is act: before the norm and after it."""
+    y_wide, w = _groups(y, group_size), _groups(scale, group_size)
+    act, slope, slope_size = _activation(_groups(_gate_of(gate, y, gate_start), group_size), activation)
+    before, after = (np.ones_like(act), act) if norm_before_gate else (act, np.ones_like(act))
+    v = y_wide * before
+    return y_wide, v, _inverse_root(v, epsilon), w, act, slope, slope_size, before, after
+
+
+def gated_group_rms_norm_jvp(y, gate, scale, dy, dgate, dscale, *, group_size=None, epsilon=1e-5, norm_before_gate=False, gate_start=None,
+                             activation="silu"):
+    """(tangent, size of its group's largest summand)."""
+    y_wide, v, r, w, _, slope, _, before, after = _gated_parts(y, gate, scale, group_size, epsilon, norm_before_gate, gate_start, activation)
+    dact = slope * _groups(_gate_of(dgate, y, gate_start), group_size)
+    dv = _groups(dy, group_size) * before + (0.0 if norm_before_gate else y_wide * dact)
+    summands = (r * dv * w * after, -v * r**3 * np.mean(v * dv, axis=-1, keepdims=True) * w * after,
+                v * r * _groups(dscale, group_size) * after, v * r * w * dact if norm_before_gate else 0.0 * v)
+    size = np.broadcast_to(_row_size(*summands), v.shape)
+    return sum(summands).reshape(y.shape), size.reshape(y.shape)
+
+
+def gated_group_rms_norm_vjp(y, gate, scale, dout, *, group_size=None, epsilon=1e-5, norm_before_gate=False, gate_start=None,
+                             activation="silu"):
+    """((cotangent of y, size), (cotangent of the gate, of its full width, size), cotangent of scale)."""
+    y_wide, v, r, w, _, slope, slope_size, before, after = _gated_parts(
+        y, gate, scale, group_size, epsilon, norm_before_gate, gate_start, activation)
+    c = _groups(dout, group_size) * w * after
+    direct, through_r = r * c, -v * r**3 * np.mean(c * v, axis=-1, keepdims=True)
+    dv, dv_size = direct + through_r, _row_size(direct, through_r)
+    dact = _groups(dout, group_size) * w * v * r if norm_before_gate else dv * y_wide
+    dact_size = np.abs(dact) if norm_before_gate else dv_size * np.abs(y_wide)
+    start = gate_start or 0
+    around = [(0, 0)] * (y.ndim - 1) + [(start, gate.shape[-1] - start - y.shape[-1])]
+    full = [np.pad(a.reshape(y.shape), around) for a in (dact * slope, dact_size * slope_size)]
+    dscale = np.sum((_groups(dout, group_size) * after * v * r).reshape(-1, y.shape[-1]), axis=0)
+    return ((dv * before).reshape(y.shape), (dv_size * np.abs(before)).reshape(y.shape)), tuple(full), dscale
 
 
 # Comparisons.

@@ -49,6 +49,17 @@ def rms_norm_add(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, mul
     return (residual.astype(wider) + norm).astype(x.dtype)
 
 
+def gated_group_rms_norm(y, gate, scale, *, group_size=None, epsilon=1e-5, norm_before_gate=False, gate_start=None, activation="silu"):
+    wider, size = jnp.promote_types(y.dtype, jnp.float32), group_size or y.shape[-1]
+    start = gate_start or 0
+    g = gate[..., start:start + y.shape[-1]].astype(wider)
+    act = 1 / (1 + jnp.exp(-g)) * (g if activation == "silu" else 1)
+    v = y.astype(wider) * (1 if norm_before_gate else act)
+    grouped = v.reshape(*v.shape[:-1], -1, size)
+    v = (grouped / jnp.sqrt(jnp.mean(grouped * grouped, axis=-1, keepdims=True) + epsilon)).reshape(v.shape).astype(y.dtype).astype(wider)
+    return (v * scale.astype(wider) * (act if norm_before_gate else 1)).astype(y.dtype)
+
+
 def _values(seed, shape, spread=0.0):
     rng = np.random.default_rng([seed, *shape])
     values = rng.standard_normal(shape)

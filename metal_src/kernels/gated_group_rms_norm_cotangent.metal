@@ -6,7 +6,8 @@
 // 4 y_bar [rows, groups * width] T · 5 gate_bar [rows, groups * width] G · 6 scale_bar [blocks, groups * width] float · 7 params
 // Team t owns one group of the rows b * rows / blocks ... (b + 1) * rows / blocks of block b = t / groups, and writes into row b of scale_bar.
 // grid: ceil(blocks * groups / TEAMS) threadgroups of TEAMS * SG * 32 threads; TEAMS == 1 when SG > 1. threadgroup memory: 2 SG floats.
-// bytes: 1 read of y, of out_bar and of the gate's columns (2 when R = 0), 1 write of y_bar and gate_bar, and scale_bar.
+// bytes: 1 read of y, of out_bar and of the gate's columns (2 when R = 0 or R > 2), 1 write of y_bar and gate_bar,
+// and scale_bar.
 #include "activation.h"
 #include "norm.h"
 
@@ -35,33 +36,35 @@ kernel void gated_group_rms_norm_cotangent(
 
   const int mine = team.share(int(p.width) / V);
   const bool silu = p.silu != 0;
-  const int A = R <= 2 ? R : 0;  // packs of an operand fetched ahead; more would leave too few registers for what is kept
-  Kept<V, R> kept_sigmoid = keep<V, R>(scratch, 0, p.width), kept_scale = keep<V, R>(scratch, 1, p.width);
-  FOR_MINE(c, R, mine) {
+  const int K = R <= 2 ? R : 0;  // packs kept of each operand and total; for more there are too few registers
+  Kept<V, K> kept_sigmoid = keep<V, K>(scratch, 0, p.width), kept_scale = keep<V, K>(scratch, 1, p.width);
+  FOR_MINE(c, K, mine) {
     kept_scale.put(c, zeros<V>());
-    if (R == 0) store_pack<V>(scale_bar, team.at(c), zeros<V>());
+    if (K == 0) store_pack<V>(scale_bar, team.at(c), zeros<V>());
   }
   const uint last = uint(ulong(block + 1) * p.rows / p.blocks);
   for (uint row = uint(ulong(block) * p.rows / p.blocks); row < last; ++row) {
     const long start = row * row_width + column;
-    const Fetched<T, V, A> ys = fetch<V, A>(y + start, team, mine);
-    const Fetched<G, V, A> gates = fetch<V, A>(gate + long(row) * p.gate_width, team, mine, p.gate_aligned != 0);
-    const Fetched<O, V, A> out_bars = fetch<V, A>(out_bar + start, team, mine);
+    const Fetched<T, V, K> ys = fetch<V, K>(y + start, team, mine);
+    const Fetched<G, V, K> gates = fetch<V, K>(gate + long(row) * p.gate_width, team, mine, p.gate_aligned != 0);
+    const Fetched<O, V, K> out_bars = fetch<V, K>(out_bar + start, team, mine);
     float squares = 0, along = 0;
-    FOR_SUM(c, R, mine, squares, along) {
+    FOR_SUM(c, K, mine, squares, along) {
       const int i = team.at(c);
       const Floats<V> g = gates.get(c, i), s = activation(g, false);
-      const Floats<V> a = activated(g, s, silu), w = times(out_bars.get(c, i), load_pack<V>(scale, i));
-      const Floats<V> v = NORM_FIRST ? ys.get(c, i) : times(ys.get(c, i), a);
+      const Floats<V> a = activated(g, s, silu);
+      Floats<V> v = ys.get(c, i), v_bar = times(out_bars.get(c, i), load_pack<V>(scale, i));
+      if (NORM_FIRST) v_bar = times(v_bar, a);
+      if (!NORM_FIRST) v = times(v, a);
       squares += dot(v, v);
-      along += dot(v, NORM_FIRST ? times(w, a) : w);
+      along += dot(v, v_bar);
       kept_sigmoid.put(c, s);
     }
     const Floats<2> total = team.sums(squares, along);
     const float r = rsqrt(total.v[0] / float(p.width) + p.epsilon), slope = total.v[1] / float(p.width) * r * r;
-    FOR_MINE(c, R, mine) {
+    FOR_MINE(c, K, mine) {
       const int i = team.at(c);
-      const Floats<V> g = gates.get(c, i), s = R > 0 ? kept_sigmoid.get(c) : activation(g, false);
+      const Floats<V> g = gates.get(c, i), s = K > 0 ? kept_sigmoid.get(c) : activation(g, false);
       const Floats<V> a = activated(g, s, silu), slopes = activation_slope(g, s, silu);
       const Floats<V> y_here = ys.get(c, i), o = out_bars.get(c, i), w = load_pack<V>(scale, i);
       Floats<V> dy, dg, dw;
@@ -75,10 +78,10 @@ kernel void gated_group_rms_norm_cotangent(
       }
       store_pack<V>(y_bar + start, i, dy);
       store_pack<V>(gate_bar + start, i, dg);
-      dw = add(dw, R > 0 ? kept_scale.get(c) : load_pack<V>(scale_bar, i));
+      dw = add(dw, K > 0 ? kept_scale.get(c) : load_pack<V>(scale_bar, i));
       kept_scale.put(c, dw);
-      if (R == 0) store_pack<V>(scale_bar, i, dw);
+      if (K == 0) store_pack<V>(scale_bar, i, dw);
     }
   }
-  if (R > 0) FOR_MINE(c, R, mine) store_pack<V>(scale_bar, team.at(c), kept_scale.get(c));
+  if (K > 0) FOR_MINE(c, K, mine) store_pack<V>(scale_bar, team.at(c), kept_scale.get(c));
 }
