@@ -23,8 +23,6 @@ class Tested:
     rows: int
     options: tuple = ()
     cotangent_kernel: str = "rms_norm_cotangent"
-    has_tangent_kernel: bool = True
-    needs_scale: bool = False
 
     def __str__(self):
         return self.name
@@ -56,9 +54,11 @@ ADD_RMS_NORM = Tested("add_rms_norm", jax_fusednorm.add_rms_norm, plain.add_rms_
 ADD_RMS_NORM_STORAGE = Tested("add_rms_norm_storage", jax_fusednorm.add_rms_norm, plain.add_rms_norm, 2, _LLAMA)
 RMS_NORM_ADD = Tested("rms_norm_add", jax_fusednorm.rms_norm_add, plain.rms_norm_add, 2, _GEMMA)
 GATED = Tested("gated_group_rms_norm", jax_fusednorm.gated_group_rms_norm, plain.gated_group_rms_norm, 2,
-               cotangent_kernel="gated_group_rms_norm_cotangent", has_tangent_kernel=False, needs_scale=True)
-ALL = (RMS_NORM, ADD_RMS_NORM, ADD_RMS_NORM_STORAGE, RMS_NORM_ADD, GATED)
+               cotangent_kernel="gated_group_rms_norm_cotangent")
+NORMS = (RMS_NORM, ADD_RMS_NORM, ADD_RMS_NORM_STORAGE, RMS_NORM_ADD)
+ALL = (*NORMS, GATED)
 
+every_norm = pytest.mark.parametrize("tested", NORMS, ids=str)  # of whole rows, and with a tangent kernel
 every_op = pytest.mark.parametrize("tested", ALL, ids=str)
 
 

@@ -5,6 +5,10 @@ import numpy as np
 from flax.linen.dtypes import canonicalize_dtype
 from jax.nn import initializers
 
+from ..ops.gated_group_rms_norm import gated_group_rms_norm
+
+ONES = initializers.ones
+
 
 def promote(dtype, scale, *arrays):
     """The arrays in the dtype that Flax would compute in: `dtype`, or where it is None what they and the scale promote to.
@@ -18,6 +22,14 @@ def promote(dtype, scale, *arrays):
 def initial_scale(scale_init, scale_offset):
     """The initializer asked for, or one that makes scale + scale_offset one."""
     return initializers.constant(1.0 - scale_offset) if scale_init is None else scale_init
+
+
+def gated(module, scale, y, gate):
+    """What a GatedGroupRMSNorm computes. The gate keeps its dtype: the op takes any beside y's."""
+    y, = promote(module.dtype, scale, y)
+    return gated_group_rms_norm(
+        y, gate, scale, group_size=module.group_size, epsilon=module.epsilon, norm_before_gate=module.norm_before_gate,
+        gate_start=module.gate_start, activation=module.activation, rounding=module.rounding, implementation=module.implementation)
 
 
 def has_kernel(module, x, mask):

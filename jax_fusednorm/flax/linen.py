@@ -10,7 +10,7 @@ from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_add import rms_norm_add
 from . import common
 
-__all__ = ["AddRMSNorm", "RMSNorm", "RMSNormAdd"]
+__all__ = ["AddRMSNorm", "GatedGroupRMSNorm", "RMSNorm", "RMSNormAdd"]
 
 
 class RMSNorm(linen.RMSNorm):
@@ -100,3 +100,30 @@ class RMSNormAdd(_ResidualNorm):
     @linen.compact
     def __call__(self, x, residual):
         return self._apply(rms_norm_add, x, residual, norm_rounding=self.norm_rounding)
+
+
+class GatedGroupRMSNorm(linen.Module):
+    """`jax_fusednorm.gated_group_rms_norm` with its scale: `out = GatedGroupRMSNorm(I, group_size=I // 8)(y, gate)`.
+
+    Fields:
+      num_features: I, the size of y's last axis.
+      group_size, epsilon, norm_before_gate, gate_start, activation, rounding, implementation: as in `gated_group_rms_norm`.
+      dtype: what y is cast to; None: what it and the scale promote to. The gate keeps its own.
+      param_dtype, scale_init: as in AddRMSNorm.
+    """
+
+    num_features: int
+    group_size: int | None = None
+    epsilon: float = 1e-5
+    norm_before_gate: bool = False
+    gate_start: int | None = None
+    activation: str = "silu"
+    rounding: str = "storage"
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    implementation: str | None = None
+    scale_init: Callable = common.ONES
+
+    @linen.compact
+    def __call__(self, y, gate):
+        return common.gated(self, self.param("scale", self.scale_init, (self.num_features,), self.param_dtype), y, gate)

@@ -9,7 +9,7 @@ from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_add import rms_norm_add
 from . import common
 
-__all__ = ["AddRMSNorm", "RMSNorm", "RMSNormAdd"]
+__all__ = ["AddRMSNorm", "GatedGroupRMSNorm", "RMSNorm", "RMSNormAdd"]
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -102,3 +102,25 @@ class RMSNormAdd(_ResidualNorm):
 
     def __call__(self, x, residual):
         return self._apply(rms_norm_add, x, residual, norm_rounding=self.norm_rounding)
+
+
+class GatedGroupRMSNorm(nnx.Module):
+    """`jax_fusednorm.gated_group_rms_norm` with its scale: `out = GatedGroupRMSNorm(I, group_size=I // 8, rngs=rngs)(y, gate)`.
+
+    Args:
+      num_features: I, the size of y's last axis.
+      group_size, epsilon, norm_before_gate, gate_start, activation, rounding, implementation: as in `gated_group_rms_norm`.
+      dtype: what y is cast to; None: what it and the scale promote to. The gate keeps its own.
+      param_dtype, scale_init, scale_metadata, rngs: as in AddRMSNorm.
+    """
+
+    def __init__(self, num_features, *, group_size=None, epsilon=1e-5, norm_before_gate=False, gate_start=None, activation="silu",
+                 rounding="storage", dtype=None, param_dtype=jnp.float32, implementation=None, scale_init=common.ONES, rngs,
+                 scale_metadata=None):
+        self.num_features, self.group_size, self.epsilon, self.norm_before_gate = num_features, group_size, epsilon, norm_before_gate
+        self.gate_start, self.activation, self.rounding = gate_start, activation, rounding
+        self.dtype, self.param_dtype, self.implementation = dtype, param_dtype, implementation
+        self.scale = nnx.Param(scale_init(rngs.params(), (num_features,), param_dtype), **(scale_metadata or {}))
+
+    def __call__(self, y, gate):
+        return common.gated(self, self.scale[...], y, gate)

@@ -1,7 +1,6 @@
 """Gating and the RMSNorm of groups of channels."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -111,6 +110,15 @@ def _columns(gate, y, spec):
     return jax.lax.slice_in_dim(gate, spec.gate_start, spec.gate_start + width, axis=-1).reshape(*gate.shape[:-1], *y.shape[-2:])
 
 
+def _among_columns(part, gate, spec):
+    """`part`, of y's shape, where _columns takes it from, and zeros in the rest of the gate."""
+    if spec.gate_start is None:
+        return part
+    part = part.reshape(*part.shape[:-2], -1)
+    after = gate.shape[-1] - spec.gate_start - part.shape[-1]
+    return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(spec.gate_start, after)])
+
+
 def reference(y, gate, scale, *, spec, mean=last_mean):
     wide = compute_dtype(y.dtype)
     act = ACTIVATIONS[spec.activation](_columns(gate, y, spec).astype(wide))
@@ -151,11 +159,7 @@ def cotangent_kernel(call, y, gate, scale, out_bar, *, spec, active):
         [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct(y.shape, kernel_gate.dtype),
          jax.ShapeDtypeStruct((blocks, groups, size), jnp.float32)],
         y, kernel_gate, scale.astype(jnp.float32), out_bar, **attributes)
-    gate_bar = gate_bar.astype(gate.dtype)
-    if spec.gate_start is not None:
-        _, pull = jax.vjp(functools.partial(_columns, y=y, spec=spec), gate)
-        [gate_bar] = pull(gate_bar)
-    results = (y_bar, gate_bar, jnp.sum(scale_bar, axis=0).astype(scale.dtype))
+    results = (y_bar, _among_columns(gate_bar.astype(gate.dtype), gate, spec), jnp.sum(scale_bar, axis=0).astype(scale.dtype))
     return [r for r, wanted in zip(results, active) if wanted]
 
 
