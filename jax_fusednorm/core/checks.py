@@ -46,6 +46,14 @@ def activation(op, argument, value):
     return value
 
 
+def heads(op, argument, value):
+    """An activation [..., T, H, D]."""
+    value = activation(op, argument, value)
+    if value.ndim < 3:
+        fail(op, argument, f"of shape {list(value.shape)}", "[..., T, H, D] was wanted, tokens, heads and channels: reshape it")
+    return value
+
+
 def like(op, argument, value, first_argument, first):
     """An array of the same shape and dtype as `first`."""
     value = array(op, argument, value)

@@ -66,8 +66,7 @@ def _out_avals(reference, avals, params, mesh, x64, promotion):
 class _RowPrimitive:
     """A primitive that works row by row, with its abstract eval, impl, batching and lowering rules.
 
-    reference(*operands, mean, **params) -> results; axes(params) -> (operand axes, result axes); whole: the axes that are reduced; uncut: those
-    that are not, and that no device may hold a part of;
+    reference(*operands, mean, **params) -> results; axes(params) -> (operand axes, result axes); whole, uncut: as in Op;
     kernel(call, *operands, **params) -> results, or NotImplemented for what it does not cover; None where the reference is all there is.
 
     It is two primitives of one name. The one with kernels asks for its devices while lowering, which JAX refuses to abstract
@@ -143,8 +142,8 @@ class Op:
 
     reference(*operands, spec, mean) -> [results], the op's definition and its lowering where no kernel runs. `mean` is what it takes
         means over the whole axes with.
-    operands, results: axes strings; trailing ones may be absent in a call. whole: the axes that are reduced. uncut: axes that are
-        not, but that mean something only as a whole.
+    operands, results: axes strings; trailing ones may be absent in a call. results may be a function of the spec.
+    whole: the axes that are reduced, where `mean` is all that must know of a cut; uncut: axes that mean something only as a whole.
     kernel(call, *operands, spec) -> [results]; `call` is the core.ffi.Call of the chosen launcher.
     tangent_kernel, cotangent_kernel(call, *operands, *tangents or *cotangents, spec, active) -> results, optional.
         active[i]: operand i has a tangent / its cotangent is wanted.
@@ -155,8 +154,8 @@ class Op:
     def __init__(self, name, reference, *, operands, results, whole="d", uncut="", kernel=None, tangent_kernel=None,
                  cotangent_kernel=None, jvp=None):
         self.name, self.reference, self._own_jvp = name, reference, jvp
-        self._operands, self._results = operands, results
-        self.op = _RowPrimitive(name, reference, lambda params: (operands, results), whole, uncut, kernel, strict=True)
+        self._operands, self._results = operands, results if callable(results) else lambda spec: results
+        self.op = _RowPrimitive(name, reference, lambda params: (operands, self._results(params["spec"])), whole, uncut, kernel, strict=True)
         self.tangent = _RowPrimitive(f"{name}_tangent", self._tangent_reference, self._tangent_axes, whole, uncut, tangent_kernel,
                                      strict=False)
         self.cotangent = _RowPrimitive(f"{name}_cotangent", self._cotangent_reference, self._cotangent_axes, whole, uncut,
@@ -192,11 +191,11 @@ class Op:
 
     def _tangent_axes(self, params):
         operands = self._operands[:len(params["active"])]
-        return (*operands, *_only(operands, params["active"])), self._results
+        return (*operands, *_only(operands, params["active"])), self._results(params["spec"])
 
     def _cotangent_axes(self, params):
         operands = self._operands[:len(params["active"])]
-        return (*operands, *self._results), tuple(_only(operands, params["active"]))
+        return (*operands, *self._results(params["spec"])), tuple(_only(operands, params["active"]))
 
     # ---- differentiation rules ----
 

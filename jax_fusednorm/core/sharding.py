@@ -76,13 +76,24 @@ def _mesh(ctx):
     return jax.sharding.get_abstract_mesh()
 
 
-def _summed_over_rows(results, result_axes, row_mesh_axes):
+def _summed_over_rows(results, result_axes, on):
     """Results shared by all rows are sums over them: add up the devices' parts."""
-    return [jax.lax.psum(r, row_mesh_axes) if row_mesh_axes and not is_row(a) else r for r, a in zip(results, result_axes)]
+    def summed(result, axes):
+        others = tuple(name for dim, names in on.items() if dim not in axes for name in names)
+        return jax.lax.psum(result, others) if others and not is_row(axes) else result
+    return list(map(summed, results, result_axes))
 
 
-def _row_mesh_axes(on):
-    return tuple(name for dim, names in on.items() if dim.startswith("*") for name in names)
+def whole(x):
+    """x, gathered where an Explicit mesh cuts its last axis."""
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, PartitionSpec(*spec[:-1], None)) if len(spec) and spec[-1] is not None else x
+
+
+def broadcast_rows(a, x, ndim):
+    """`a` broadcast to the first `ndim` axes of x, and cut as they are."""
+    a, spec = jnp.broadcast_to(a, x.shape[:ndim]), jax.typeof(x).sharding.spec[:ndim]
+    return jax.sharding.reshard(a, PartitionSpec(*spec)) if any(entry is not None for entry in spec) else a
 
 
 def _spec(on, axes, ndim):
@@ -107,7 +118,7 @@ def _in_shard_map(primitive, ctx, params, mesh, explicit):
         return Placed(why="the operands are cut in different ways")
 
     def local(*operands):
-        return _summed_over_rows(primitive.bind(*operands, **params), result_axes, _row_mesh_axes(on))
+        return _summed_over_rows(primitive.bind(*operands, **params), result_axes, on)
 
     return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit), ctx)
 
@@ -115,13 +126,18 @@ def _in_shard_map(primitive, ctx, params, mesh, explicit):
 def _in_custom_partitioning(primitive, ctx, params):
     operand_axes, result_axes = primitive.axes(params)
     rows_decide = any(map(is_row, operand_axes))
+    arrays = [dims_of(axes, aval.ndim) for axes, aval in zip((*operand_axes, *result_axes), (*ctx.avals_in, *ctx.avals_out))]
+
+    def clash(dim, names, on):
+        """Whether another dimension of an array with `dim` is cut over one of these mesh axes."""
+        return any(set(names) & set(on.get(other, ())) for dims in arrays if dim in dims for other in dims if other != dim)
 
     def partition(mesh, operands, results):
         on = {}
         for axes, operand in zip(operand_axes, operands):
             if is_row(axes) or not rows_decide:
                 for dim, entry in zip(dims_of(axes, len(operand.shape)), operand.sharding.spec):
-                    if dim not in primitive.uncut and _names(entry) and not any(set(_names(entry)) & set(other) for d, other in on.items() if d != dim):
+                    if _names(entry) and dim not in primitive.uncut and not clash(dim, _names(entry), on):
                         on.setdefault(dim, _names(entry))
         across = tuple(name for dim in primitive.whole for name in on.get(dim, ()))
 
@@ -134,7 +150,7 @@ def _in_custom_partitioning(primitive, ctx, params):
                     out = primitive.reference(*values, mean=mean, **params)
                 else:
                     out = primitive.bind(*values, **params)
-                return tuple(_summed_over_rows(out, result_axes, _row_mesh_axes(on)))
+                return tuple(_summed_over_rows(out, result_axes, on))
 
         def sharding(axes, value):
             return NamedSharding(mesh, _spec(on, axes, len(value.shape)))
