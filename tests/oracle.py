@@ -213,6 +213,49 @@ def gated_group_rms_norm_vjp(y, gate, scale, dout, *, group_size=None, epsilon=1
     return ((dv * before).reshape(y.shape), (dv_size * np.abs(before)).reshape(y.shape)), tuple(full), dscale
 
 
+# Heads, normed and rotated (SPEC 4 and 6).
+
+def inverse_frequencies(rope_dim, theta, denominator=None):
+    return [1.0 / theta ** (2.0 * p / (denominator or rope_dim)) for p in range(rope_dim // 2)]
+
+
+def pairs_of(width, rope_dim, style, placement):
+    """The two channels of every pair that rotates."""
+    pairs, first = range(rope_dim // 2), width - rope_dim if placement == "suffix" else 0
+    if style == "interleaved":
+        return [(first + 2 * p, first + 2 * p + 1) for p in pairs]
+    distance = width // 2 if style == "proportional" else rope_dim // 2
+    return [(first + p, first + p + distance) for p in pairs]
+
+
+def head_rms_norm_rope(x, scale, positions, *, theta=10000.0, rope_dim=None, style="neox", placement="prefix", freq_factors=None,
+                       freqs_cis=None, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True, round_before_rope=None):
+    """(the values before their rounding to the dtype of a result, the size of the summands of each)."""
+    width = x.shape[-1]
+    with np.errstate(all="ignore"):
+        y = _unrounded(wide(x), scale, x.dtype, epsilon, scale_offset, multiply_before_cast)
+    if round_before_rope or not multiply_before_cast:
+        y = rounded(y, x.dtype)
+    steps = np.broadcast_to(np.asarray(0 if positions is None else positions), x.shape[:-2]).astype(np.float64)
+    if freqs_cis is None:
+        rope_dim = width if rope_dim is None else rope_dim
+        inverse = np.asarray(inverse_frequencies(rope_dim, theta, width if style == "proportional" else None))
+        angles = steps[..., None] * (inverse if freq_factors is None else inverse / wide(freq_factors))
+        cos, sin, known = np.cos(angles), np.sin(angles), np.ones(steps.shape, bool)
+    else:
+        table = wide(freqs_cis)
+        rope_dim, known = table.shape[1], (steps >= 0) & (steps < len(table))
+        rows = table[np.where(known, steps, 0).astype(int)]
+        cos, sin = rows[..., ::2], rows[..., 1::2]
+    out, size = y.copy(), np.abs(y)
+    for p, (a, b) in enumerate(pairs_of(width, rope_dim, style, placement)):
+        c, s = cos[..., p, None], sin[..., p, None]
+        out[..., a], out[..., b] = y[..., a] * c - y[..., b] * s, y[..., a] * s + y[..., b] * c
+        size[..., a] = size[..., b] = np.abs(y[..., a]) + np.abs(y[..., b])
+    known = known[..., None, None]
+    return np.where(known, out, 0.0), np.where(known, size, 0.0)
+
+
 # Comparisons.
 
 def bits(a):
@@ -283,6 +326,23 @@ def assert_sum_close(got, want, size, dtype, *, what="sum"):
     values, finite = _same_shape_and_kind(np.asarray(got), want, dtype, what)
     limit = np.broadcast_to(2 * DERIVATIVE_ULPS[name_of(dtype)] * size + np.finfo(np.float32).tiny, want.shape)
     _assert_within(np.where(finite, values, 0), np.where(finite, want, 0), np.where(finite, limit, 1), what)
+
+
+def assert_rotated_close(got, want, size, dtype, *, rounded_before=False, what="value"):
+    """A rotated value of `dtype` and its unrounded float64 `want`; `size` is that of its summands, which may cancel.
+
+    rounded_before: whether the norm was rounded before the rotation. One in 300 may then have been rounded the other way.
+    """
+    kind = name_of(dtype)
+    values, finite = _same_shape_and_kind(np.asarray(got), np.where(np.isfinite(want), rounded(want, dtype), want), dtype, what)
+    ulp = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}[kind]
+    floor = {"float64": 1e-8}.get(kind, 4e-6) * size + (2.0**-24 if kind == "float16" else np.finfo(np.float32).tiny)
+    want, values = np.where(finite, want, 0), np.where(finite, values, 0)
+    limit = np.where(finite, 1.01 * ulp * np.abs(want) + floor, 1)
+    if rounded_before:
+        assert (np.abs(values - want) > limit).sum() <= 1 + want.size / 300, f"{what}: {_where(np.abs(values - want) > limit, values, want)}"
+        limit = limit + np.where(finite, 2 * ulp * size, 0)
+    _assert_within(values, want, limit, what)
 
 
 def assert_scale_cotangent_close(got, want, dtype, *, tolerance=1e-2, what="scale cotangent"):

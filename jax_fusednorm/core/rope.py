@@ -190,6 +190,6 @@ def cos_sin(positions, frequencies, dtype):
         return jnp.cos(angle), jnp.sin(angle), None
     rows, width = frequencies.shape
     known = (positions >= 0) & (positions < rows)
-    found = frequencies.at[jnp.where(known, positions, rows)].get(mode="fill", fill_value=0).astype(dtype)
-    found = found.reshape(*positions.shape, width // 2, 2)
+    frequencies = frequencies if rows else jnp.zeros((1, width), frequencies.dtype)  # jnp refuses to index nothing
+    found = frequencies[jnp.where(known, positions, 0)].astype(dtype).reshape(*positions.shape, width // 2, 2)
     return found[..., 0], found[..., 1], known[..., None]

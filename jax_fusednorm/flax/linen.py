@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from flax import linen
 
 from ..ops.add_rms_norm import add_rms_norm
+from ..ops.qk_rms_norm_rope import qk_rms_norm_rope
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_add import rms_norm_add
 from . import common
 
-__all__ = ["AddRMSNorm", "GatedGroupRMSNorm", "RMSNorm", "RMSNormAdd"]
+__all__ = ["AddRMSNorm", "GatedGroupRMSNorm", "QKNormRope", "RMSNorm", "RMSNormAdd"]
 
 
 class RMSNorm(linen.RMSNorm):
@@ -127,3 +128,53 @@ class GatedGroupRMSNorm(linen.Module):
     @linen.compact
     def __call__(self, y, gate):
         return common.gated(self, self.param("scale", self.scale_init, (self.num_features,), self.param_dtype), y, gate)
+
+
+class _Scale(linen.Module):
+    """A norm's parameter without the norm."""
+
+    init_scale: Callable
+    param_dtype: Any
+
+    @linen.compact
+    def __call__(self, width):
+        return self.param("scale", self.init_scale, (width,), self.param_dtype)
+
+
+class QKNormRope(linen.Module):
+    """`jax_fusednorm.qk_rms_norm_rope` with its scales: `q, k = QKNormRope()(q, k, positions)`.
+
+    The parameters are `q_norm.scale` and `k_norm.scale`, as in Qwen3 and Gemma 3.
+
+    Fields:
+      theta, rope_dim, style, placement, epsilon, scale_offset, multiply_before_cast, round_before_rope, implementation: as in
+        `qk_rms_norm_rope`.
+      dtype: what q and k are cast to; None: what they and the scales promote to.
+      param_dtype: the scales' dtype.
+      scale_init: the scales' initializer; by default what makes scale + scale_offset one.
+
+    Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is.
+    """
+
+    theta: float = 10000.0
+    rope_dim: int | None = None
+    style: str = "neox"
+    placement: str = "prefix"
+    epsilon: float = 1e-6
+    scale_offset: float = 0.0
+    multiply_before_cast: bool = True
+    round_before_rope: bool | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    scale_init: Callable | None = None
+    implementation: str | None = None
+
+    @linen.compact
+    def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None):
+        init = common.initial_scale(self.scale_init, self.scale_offset)
+        scales = [_Scale(init, self.param_dtype, name=name)(jnp.shape(q)[-1]) for name in ("q_norm", "k_norm")]
+        q, k = common.promote(self.dtype, scales[0], q, k)
+        return qk_rms_norm_rope(
+            q, k, *scales, positions, theta=self.theta, rope_dim=self.rope_dim, style=self.style, placement=self.placement,
+            freq_factors=freq_factors, freqs_cis=freqs_cis, epsilon=self.epsilon, scale_offset=self.scale_offset,
+            multiply_before_cast=self.multiply_before_cast, round_before_rope=self.round_before_rope, implementation=self.implementation)

@@ -5,11 +5,12 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from ..ops.add_rms_norm import add_rms_norm
+from ..ops.qk_rms_norm_rope import qk_rms_norm_rope
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_add import rms_norm_add
 from . import common
 
-__all__ = ["AddRMSNorm", "GatedGroupRMSNorm", "RMSNorm", "RMSNormAdd"]
+__all__ = ["AddRMSNorm", "GatedGroupRMSNorm", "QKNormRope", "RMSNorm", "RMSNormAdd"]
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -124,3 +125,42 @@ class GatedGroupRMSNorm(nnx.Module):
 
     def __call__(self, y, gate):
         return common.gated(self, self.scale[...], y, gate)
+
+
+class _Scale(nnx.Module):
+    """A norm's parameter without the norm."""
+
+    def __init__(self, width, init, param_dtype, rngs, metadata):
+        self.scale = nnx.Param(init(rngs.params(), (width,), param_dtype), **(metadata or {}))
+
+
+class QKNormRope(nnx.Module):
+    """`jax_fusednorm.qk_rms_norm_rope` with its scales: `q, k = QKNormRope(D, rngs=rngs)(q, k, positions)`.
+
+    The parameters are `q_norm.scale` and `k_norm.scale`, as in Qwen3 and Gemma 3.
+
+    Args:
+      head_dim: D, the channels of a head.
+      theta, rope_dim, style, placement, epsilon, scale_offset, multiply_before_cast, round_before_rope, implementation: as in
+        `qk_rms_norm_rope`.
+      dtype: what q and k are cast to; None: what they and the scales promote to.
+      param_dtype: the scales' dtype.
+      scale_init: the scales' initializer; by default what makes scale + scale_offset one.
+      scale_metadata: metadata of the nnx.Params, their sharding for one.
+      rngs: the key of the initializer.
+
+    Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is.
+    """
+
+    def __init__(self, head_dim, *, dtype=None, param_dtype=jnp.float32, scale_init=None, scale_offset=0.0, scale_metadata=None, rngs,
+                 **options):
+        init = common.initial_scale(scale_init, scale_offset)
+        self.q_norm = _Scale(head_dim, init, param_dtype, rngs, scale_metadata)
+        self.k_norm = _Scale(head_dim, init, param_dtype, rngs, scale_metadata)
+        self.head_dim, self.dtype, self.param_dtype = head_dim, dtype, param_dtype
+        self.options = nnx.static({"scale_offset": scale_offset, **options})
+
+    def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None):
+        scales = self.q_norm.scale[...], self.k_norm.scale[...]
+        q, k = common.promote(self.dtype, scales[0], q, k)
+        return qk_rms_norm_rope(q, k, *scales, positions, freq_factors=freq_factors, freqs_cis=freqs_cis, **self.options)

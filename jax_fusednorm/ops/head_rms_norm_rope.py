@@ -67,7 +67,8 @@ def head_rms_norm_rope(x, scale, positions, *, theta=10000.0, rope_dim=None, sty
     spec = _rms_norm.make_spec(Spec, op, scale, epsilon, scale_offset, multiply_before_cast, implementation,
                                copies=_copies(op, copies), **options)
     x = sharding.whole(x)
-    out = HEAD_RMS_NORM_ROPE.bind(x, checked_positions(op, positions, x, spec), frequencies, scale, spec=spec)
+    positions = checked_positions(op, positions, x, frequencies)
+    out = HEAD_RMS_NORM_ROPE.bind(x, positions, frequencies, scale, spec=spec)
     return tuple(out) if spec.copies else out[0]
 
 
@@ -119,15 +120,17 @@ def _table(op, freqs_cis, theta, rope_dim, freq_factors, width):
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.ndim != 2:
         checks.fail(op, "freqs_cis", f"{table.dtype}{list(table.shape)}", "floats of shape [max_positions, rope_dim] were wanted: see rope_table")
     _check_rope_dim(op, "freqs_cis.shape[1]", table.shape[1], width)
-    for argument, value, default in (("theta", theta, 10000.0), ("rope_dim", rope_dim, table.shape[1]), ("freq_factors", freq_factors, None)):
-        if value is not None and value is not default and value != default:
+    for argument, given in (("theta", theta != 10000.0), ("rope_dim", rope_dim not in (None, table.shape[1])),
+                            ("freq_factors", freq_factors is not None)):
+        if given:
             checks.fail(op, argument, "given beside freqs_cis", "the table says it all: leave it out")
     return table.astype(jnp.float32)
 
 
 def _divided(op, factors, own, theta, style, width):
-    factors = checks.array(op, "freq_factors", factors)
     pairs = len(own)
+    if not isinstance(factors, jax.Array):
+        factors = np.asarray(factors)
     if factors.shape != (pairs,) or not jnp.issubdtype(factors.dtype, jnp.floating):
         checks.fail(op, "freq_factors", f"{factors.dtype}{list(factors.shape)}", f"floats of shape [{pairs}] were wanted, one for each pair")
     if isinstance(factors, jax.core.Tracer):
@@ -150,9 +153,11 @@ def _copies(op, copies):
     return tuple(pairs)
 
 
-def checked_positions(op, positions, x, spec):
+def checked_positions(op, positions, x, frequencies):
     """int32 [..., T], cut over devices as x's tokens are."""
     if positions is None:
+        if frequencies.size:
+            checks.fail(op, "positions", "None", "only a head that does not rotate, rope_dim=0, needs none")
         positions = np.zeros((), np.int32)
     positions = checks.array(op, "positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):

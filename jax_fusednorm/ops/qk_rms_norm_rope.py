@@ -50,7 +50,7 @@ def qk_rms_norm_rope(q, k, q_scale, k_scale, positions, *, theta=10000.0, rope_d
     if len(given) == 1:  # the primitive knows both or neither
         scales = [jnp.ones(width, given[0].dtype) if s is None else s for s in scales]
     q, k = sharding.whole(q), sharding.whole(k)
-    return tuple(QK_RMS_NORM_ROPE.bind(q, k, _heads.checked_positions(op, positions, q, spec), frequencies, *scales, spec=spec))
+    return tuple(QK_RMS_NORM_ROPE.bind(q, k, _heads.checked_positions(op, positions, q, frequencies), frequencies, *scales, spec=spec))
 
 
 def reference(q, k, positions, frequencies, q_scale=None, k_scale=None, *, spec, mean=last_mean):
