@@ -60,6 +60,7 @@ struct half {
 namespace metal {
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 inline float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
+inline uint mulhi(uint a, uint b) { return uint(uint64_t(a) * b >> 32); }
 }  // namespace metal
 
 }  // namespace

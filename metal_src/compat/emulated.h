@@ -33,6 +33,8 @@ constexpr EmulatedKernel emulated(const char* name) {
 
 namespace metal {
 
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
 TOGETHER void threadgroup_barrier(mem_flags flags, HERE) { emulator->barrier(int(flags), file, line); }
 
 // Neighbours first: one order of the many that a GPU may use.

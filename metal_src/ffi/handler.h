@@ -59,10 +59,14 @@ class Rest {
  public:
   Rest(const char* op, const ffi::RemainingArgs& args) : op_(op), args_(args) {}
   bool empty() const { return next_ >= args_.size(); }
-  ffi::Error take(const char* name, uint64_t elements, In* out) {
+  ffi::Error take(In* out) {
     auto found = args_.template get<In>(next_++);
     if (found.has_error()) return found.error();
     *out = *found;
+    return ffi::Error::Success();
+  }
+  ffi::Error take(const char* name, uint64_t elements, In* out) {
+    RETURN_IF_ERROR(take(out));
     return expect(op_, name, out->element_count(), elements);
   }
 

@@ -26,3 +26,28 @@ struct NormDerivativeParams {
   uint teams;  // cotangent: the rows are cut into this many blocks, one team each
   float epsilon;
 };
+
+enum { no_scale, float_scale, storage_scale };
+enum { float_copy, bfloat_copy, half_copy };
+
+struct HeadNormRopeParams {
+  uint tokens;
+  uint sequence;     // tokens that a head-major result holds side by side
+  uint heads;        // of x, and of k
+  uint k_heads;
+  uint width;
+  uint lanes;        // that share a head
+  uint parts;        // teams that share a token
+  uint pairs;        // that rotate
+  uint first;        // channel that does
+  uint distance;     // between the channels of a pair
+  uint interleaved;  // pairs start at every second channel, not at every one
+  uint table;        // the angles are cosines and sines, not turns a position
+  uint table_rows;
+  uint scale;        // what there is
+  uint copies;
+  uint copy_types;   // two bits each
+  uint head_major;   // one bit each
+  float epsilon;
+  float scale_offset;
+};

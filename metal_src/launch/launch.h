@@ -6,7 +6,7 @@
 #include <string>
 
 // A kernel's template arguments, in the order it declares them; the launcher adds the shape (V, R, SG, TEAMS).
-enum class Argument : uint8_t { False, True, Float, Bfloat, Half, Ones };
+enum class Argument : uint8_t { False, True, Float, Bfloat, Half, Ones, Halves, Adjacent, Apart };
 
 inline Argument flag(bool value) { return value ? Argument::True : Argument::False; }
 inline int bytes_of(Argument storage) { return storage == Argument::Float ? 4 : 2; }
@@ -22,6 +22,7 @@ struct Launch {
   uint32_t teams;             // rows, or blocks of rows
   uint32_t width;             // elements that a team shares
   int element_bytes;          // of each of them
+  bool heads = false;         // they are heads, which are narrower than rows
   uint32_t kept;              // rows that a team keeps between its sweeps, where that takes memory of its own
   size_t bytes;               // that one team moves
   const void* params;
@@ -50,7 +51,7 @@ struct Launch {
 
 // The instantiation's name, as MSL text and messages spell it.
 inline std::string spelled(const Launch& launch) {
-  static const char* const words[] = {"false", "true", "float", "bfloat", "half", "ones"};
+  static const char* const words[] = {"false", "true", "float", "bfloat", "half", "ones", "halves", "adjacent", "apart"};
   std::string name = std::string(launch.kernel) + "<";
   for (int i = 0; i < launch.variant_size; ++i) name += (i ? ", " : "") + std::string(words[int(launch.variant[i])]);
   return name + ">";

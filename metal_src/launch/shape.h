@@ -26,10 +26,18 @@ struct Step {
   bool packed;
 };
 constexpr uint64_t any_size = UINT64_MAX;
-constexpr int step_count = 10;
-constexpr Step steps[step_count] = {{1 << 10, 1, 2, true},   {2 << 10, 2, 2, true},   {4 << 10, 4, 2, true},   {8 << 10, 8, 2, true},
+constexpr int row_steps = 10;
+constexpr Step steps[row_steps] = {{1 << 10, 1, 2, true},   {2 << 10, 2, 2, true},   {4 << 10, 4, 2, true},   {8 << 10, 8, 2, true},
                                     {12 << 10, 12, 2, true}, {16 << 10, 16, 2, true}, {32 << 10, 16, 4, true}, {any_size, 16, 0, true},
                                     {1 << 9, 1, 0, false},   {any_size, 8, 0, false}};
+
+// Heads are narrow, and several of a token are walked at once. Those that V * R elements a thread and a power of two of threads fill: then
+// the two channels of most pairs are one thread's. 4-byte elements always have a whole simdgroup, which sums them as 256 slots and a tree
+// would. The last step takes whatever is left.
+constexpr int head_steps = 4;
+constexpr Shape head_shapes[head_steps][2] = {  // of 2-byte and of 4-byte elements
+    {{8, 2, 1, 4}, {1, 2, 1, 4}}, {{4, 6, 1, 4}, {1, 4, 1, 4}}, {{2, 10, 1, 4}, {1, 8, 1, 4}}, {{1, 16, 1, 4}, {1, 16, 1, 4}}};
+constexpr int step_count = row_steps + head_steps;
 
 constexpr int step_of(uint32_t width, int element_bytes) {
   const uint64_t row_bytes = uint64_t(width) * element_bytes;
@@ -40,6 +48,7 @@ constexpr int step_of(uint32_t width, int element_bytes) {
 }
 
 constexpr Shape shape_at(int step, int element_bytes) {
+  if (step >= row_steps) return head_shapes[step - row_steps][element_bytes == 4];
   const Step s = steps[step];
   return {s.packed ? load_bytes / element_bytes : 1, s.kept, s.simdgroups, s.simdgroups == 1 ? rows_a_threadgroup : 1};
 }
@@ -59,3 +68,30 @@ constexpr Shape shape_of(uint32_t width, int element_bytes, int most = most_simd
 
 // Bytes of threadgroup memory.
 constexpr int scratch_of(Shape shape) { return shape.sg > 1 ? 2 * shape.sg * int(sizeof(float)) : 0; }
+
+// Threads that must share a head for a shape to fill it; 0 if none can.
+constexpr int lanes_that_fill(uint32_t width, int element_bytes, Shape shape) {
+  const uint32_t each = shape.v * shape.r, lanes = width / each;
+  const bool some = width % each == 0 && lanes <= simd_width && (lanes & (lanes - 1)) == 0;
+  return some && (element_bytes == 2 || lanes == simd_width) ? int(lanes) : 0;
+}
+
+constexpr int head_step_of(uint32_t width, int element_bytes) {
+  int step = row_steps;
+  while (step < step_count - 1 && !lanes_that_fill(width, element_bytes, shape_at(step, element_bytes))) ++step;
+  return step;
+}
+
+struct HeadShape {
+  int lanes;  // that share a head
+  int v;
+  bool full;  // each of them has R packs
+};
+
+// threads: of a team. One has every head to itself.
+constexpr HeadShape head_shape(uint32_t width, int element_bytes, int threads) {
+  if (threads == 1) return {1, 1, false};
+  const Shape shape = shape_at(head_step_of(width, element_bytes), element_bytes);
+  const int lanes = lanes_that_fill(width, element_bytes, shape);
+  return {lanes ? lanes : simd_width, shape.v, lanes > 0};
+}

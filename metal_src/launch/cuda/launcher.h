@@ -13,6 +13,10 @@ namespace launcher {
 
 using Context = cudaStream_t;
 
+// Fewer teams than this do not fill a GPU.
+constexpr int threads_a_team = 32;
+constexpr uint32_t enough_teams = 4096;
+
 xla::ffi::Error run(Context stream, const Launch& launch);
 std::string status(bool* usable);  // what runs the kernels, for people; or why nothing does
 void poison_outputs(bool on);      // tests: fill every result with NaN before the kernel runs

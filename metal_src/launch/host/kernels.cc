@@ -17,9 +17,10 @@ void entry(void* const* buffers, float* scratch, unsigned first, unsigned last) 
 }
 
 // V, R, SG, TEAMS: one element a load, one thread a team, and R as the variants say: whether the second sweep is faster from a kept
-// row or from the operands, which lie in the cache.
+// row or from the operands, which lie in the cache. WHOLE: a head is never too long to be kept.
 #define KEPT 1
 #define READ_AGAIN 0
+#define WHOLE 0x7fffffff
 #define SHAPE(R) 1, R, 1, 1
 #define STORAGE(T) true
 #define ENTRY(K) static_cast<Entry>(&entry<&K>)

@@ -10,6 +10,10 @@ namespace launcher {
 
 using Context = xla::ffi::ThreadPool;
 
+// A head is one thread's, and so are a token's heads.
+constexpr int threads_a_team = 1;
+constexpr uint32_t enough_teams = 1;
+
 xla::ffi::Error run(Context& pool, const Launch& launch);
 std::string status(bool* usable);  // what runs the kernels, for people; or why nothing does
 void poison_outputs(bool on);      // tests: fill every result with NaN before the kernel runs
