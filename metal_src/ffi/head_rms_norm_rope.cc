@@ -19,7 +19,8 @@ ffi::Error heads_of(const char* op, const In& x, Heads* at) {
   if (!storage_of(x.element_type(), &at->storage)) return refuse(std::string(op) + ": x is of a dtype that has no kernel");
   if (shape.size() < 3 || shape.back() == 0) return refuse(std::string(op) + ": x needs axes of tokens, heads and at least one channel");
   const uint64_t width = shape.back(), heads = shape[shape.size() - 2], sequence = shape[shape.size() - 3];
-  const uint64_t tokens = heads ? x.element_count() / (heads * width) : 0;
+  uint64_t tokens = 1;
+  for (size_t axis = 0; axis + 2 < shape.size(); ++axis) tokens *= shape[axis];
   if (width >> 31 || heads >> 31 || sequence >> 31 || tokens >> 31) return refuse(std::string(op) + ": x has an axis of more than 2^31 elements");
   at->tokens = uint32_t(tokens);
   at->sequence = uint32_t(sequence);
@@ -73,7 +74,7 @@ ffi::Error head_rms_norm_rope(launcher::Context context, In x, In positions, In 
     Heads of_k;
     RETURN_IF_ERROR(rest.take(&k));
     RETURN_IF_ERROR(heads_of(op, k, &of_k));
-    if (of_k.storage != at.storage || of_k.width != at.width || (of_k.heads && of_k.tokens != at.tokens) || more.size() != 1)
+    if (of_k.storage != at.storage || of_k.width != at.width || of_k.tokens != at.tokens || more.size() != 1)
       return refuse(std::string(op) + ": k and its one result must have x's dtype, tokens and width");
     k_out = *more.get<ffi::AnyBuffer>(0);
     RETURN_IF_ERROR(expect(op, "the second result", k_out->element_count(), k.element_count()));
