@@ -15,7 +15,7 @@ import oracle
 from metal_driver import Array, launch
 
 DTYPES = {"float": np.float32, "bfloat": ml_dtypes.bfloat16, "half": np.float16}
-ARGUMENTS = ("false", "true", *DTYPES, "ones")  # launch.h's
+ARGUMENTS = ("false", "true", *DTYPES, "ones", "halves", "adjacent", "apart")  # launch.h's
 KERNELS = ("rms_norm", "rms_norm_add", "add_rms_norm", "rms_norm_tangent", "rms_norm_cotangent", "gated_group_rms_norm",
            "gated_group_rms_norm_cotangent")
 EPSILON, OFFSET = 1e-6, 0.5

@@ -140,10 +140,10 @@ class Standin:
     def count(self, what):
         return self.library.standin_count(what.encode())
 
-    def shape(self, width, itemsize):
-        """V, R, SG, TEAMS."""
+    def shape(self, width, itemsize, head=False):
+        """V, R, SG, TEAMS, of a row or a head."""
         shape = (ctypes.c_int * 4)()
-        self.library.standin_shape(width, itemsize, shape)
+        self.library.standin_shape(width, itemsize, head, shape)
         return tuple(shape)
 
     def dispatched(self, number=0):

@@ -125,8 +125,8 @@ int standin_misbehave(const char* how, const char* kernel) {
   return listed(misbehaviours, how);
 }
 
-void standin_shape(uint32_t width, int element_bytes, int shape[4]) {
-  const Shape s = shape_of(width, element_bytes);
+void standin_shape(uint32_t width, int element_bytes, int head, int shape[4]) {
+  const Shape s = head ? shape_of_head(width, element_bytes) : shape_of(width, element_bytes);
   const int all[] = {s.v, s.r, s.sg, s.teams};
   memcpy(shape, all, sizeof all);
 }

@@ -44,8 +44,8 @@ struct standin_dispatch {
 };
 const struct standin_dispatch* standin_dispatched(int number);
 
-// launch/shape.h's answer: V, R, SG, TEAMS.
-void standin_shape(uint32_t width, int element_bytes, int shape[4]);
+// launch/shape.h's answer for a row or a head: V, R, SG, TEAMS.
+void standin_shape(uint32_t width, int element_bytes, int head, int shape[4]);
 
 #ifdef __cplusplus
 }

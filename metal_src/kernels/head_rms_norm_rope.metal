@@ -234,7 +234,7 @@ kernel void head_rms_norm_rope(
   if (rope.known && all <= R) load_rotations(rotations, rope, share, 0, all);
   int gains_of = -1;
 
-  const uint at_once = SIMD_WIDTH / share.lanes, x_walks = (p.heads + at_once - 1) / at_once, k_walks = (p.k_heads + at_once - 1) / at_once;
+  const uint at_once = SIMD_WIDTH / uint(share.lanes), x_walks = (p.heads + at_once - 1) / at_once, k_walks = (p.k_heads + at_once - 1) / at_once;
   for (uint walk = team % p.parts; walk < x_walks + k_walks; walk += p.parts) {
     const int of_k = walk >= x_walks;
     const uint heads = of_k ? p.k_heads : p.heads, number = (of_k ? walk - x_walks : walk) * at_once + lane / share.lanes;

@@ -82,6 +82,12 @@ constexpr int head_step_of(uint32_t width, int element_bytes) {
   return step;
 }
 
+constexpr Shape shape_of_head(uint32_t width, int element_bytes, int most = most_simdgroups) {
+  Shape shape = shape_at(head_step_of(width, element_bytes), element_bytes);
+  if (shape.teams > most) shape.teams = most;
+  return shape;
+}
+
 struct HeadShape {
   int lanes;  // that share a head
   int v;
@@ -91,7 +97,7 @@ struct HeadShape {
 // threads: of a team. One has every head to itself.
 constexpr HeadShape head_shape(uint32_t width, int element_bytes, int threads) {
   if (threads == 1) return {1, 1, false};
-  const Shape shape = shape_at(head_step_of(width, element_bytes), element_bytes);
+  const Shape shape = shape_of_head(width, element_bytes);
   const int lanes = lanes_that_fill(width, element_bytes, shape);
   return {lanes ? lanes : simd_width, shape.v, lanes > 0};
 }

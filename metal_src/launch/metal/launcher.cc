@@ -1,6 +1,5 @@
 #include "launch/metal/launcher.h"
 
-#include <algorithm>
 #include <atomic>
 #include <cctype>
 #include <cstdlib>
@@ -73,9 +72,7 @@ int threads_of(const Shape& shape) { return shape.teams * shape.sg * simd_width;
 // A compiled kernel and its shape: the one that the width wants, or one with fewer threads if the kernel's registers allow no more.
 ffi::Error prepare(const Launch& launch, Shape* shape, std::string* name, MetalPipeline* pipeline) {
   for (int most = most_simdgroups;; most = int(pipeline->max_threads) / simd_width) {
-    *shape = launch.heads ? shape_at(head_step_of(launch.width, launch.element_bytes), launch.element_bytes)
-                          : shape_of(launch.width, launch.element_bytes, most);
-    if (launch.heads) shape->teams = std::min(shape->teams, most);
+    *shape = (launch.heads ? shape_of_head : shape_of)(launch.width, launch.element_bytes, most);
     *name = spelled(launch, *shape);
     Instance& instance = instance_of(*name);
     std::lock_guard<std::mutex> guard(instance.lock);
