@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import checks
+from . import checks, sharding
 
 SCALINGS = ("default", "linear", "llama3", "yarn", "proportional")
 
@@ -191,5 +191,5 @@ def cos_sin(positions, frequencies, dtype):
     rows, width = frequencies.shape
     known = (positions >= 0) & (positions < rows)
     frequencies = frequencies if rows else jnp.zeros((1, width), frequencies.dtype)  # jnp refuses to index nothing
-    found = frequencies[jnp.where(known, positions, 0)].astype(dtype).reshape(*positions.shape, width // 2, 2)
+    found = sharding.take_rows(frequencies, jnp.where(known, positions, 0)).astype(dtype).reshape(*positions.shape, width // 2, 2)
     return found[..., 0], found[..., 1], known[..., None]

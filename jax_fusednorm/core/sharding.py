@@ -86,14 +86,25 @@ def _summed_over_rows(results, result_axes, on):
 
 def whole(x):
     """x, gathered where an Explicit mesh cuts its last axis."""
-    spec = jax.typeof(x).sharding.spec
-    return jax.sharding.reshard(x, PartitionSpec(*spec[:-1], None)) if len(spec) and spec[-1] is not None else x
+    own = jax.typeof(x).sharding
+    return _resharded(x, own.mesh, *own.spec[:-1], None) if len(own.spec) and own.spec[-1] is not None else x
 
 
 def broadcast_rows(a, x, ndim):
-    """`a` broadcast to the first `ndim` axes of x, and cut as they are."""
-    a, spec = jnp.broadcast_to(a, x.shape[:ndim]), jax.typeof(x).sharding.spec[:ndim]
-    return jax.sharding.reshard(a, PartitionSpec(*spec)) if any(entry is not None for entry in spec) else a
+    """`a` broadcast to the first `ndim` axes of x, and cut as an Explicit mesh cuts them."""
+    own = jax.typeof(x).sharding
+    return _resharded(jnp.broadcast_to(a, x.shape[:ndim]), own.mesh, *own.spec[:ndim])
+
+
+def take_rows(table, index):
+    """table[index], cut as an Explicit mesh cuts the index."""
+    own = jax.typeof(index).sharding
+    cut = NamedSharding(own.mesh, PartitionSpec(*own.spec, None)) if any(own.spec) else None
+    return table.at[index].get(out_sharding=cut)
+
+
+def _resharded(a, mesh, *spec):
+    return jax.sharding.reshard(a, NamedSharding(mesh, PartitionSpec(*spec))) if any(spec) else a
 
 
 def _spec(on, axes, ndim):
