@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import oracle
 import plain
 from cases import DTYPES, SCALE_DTYPES, some
-from jax_fusednorm import head_rms_norm_rope, qk_rms_norm_rope, rope_table
+from jax_fusednorm import EXPORT_CHECKS, head_rms_norm_rope, qk_rms_norm_rope, rope_table
 from ops import assert_trees_close, kernel_calls, kernels_expected, loss
 from plain import draw, draw_scale
 
@@ -320,3 +321,37 @@ def test_scan_and_remat(implementation):
         return (x ** 2 * jnp.arange(16)).sum()
 
     assert_trees_close(jax.jit(jax.grad(chained))(x), jax.jit(jax.grad(unrolled))(x), rtol=1e-4, atol=1e-4)
+
+
+def test_float64_is_computed_in_float64():
+    with jax.enable_x64(True):
+        x = draw(1, (4, 3, 24)).astype(jnp.float64) * (1 + 1e-9 * jnp.arange(24))
+        scale, positions = draw_scale(2, 24, "float32"), jnp.asarray([0, 5, 131071, 2**24])
+        for style in ("neox", "interleaved"):
+            got = jax.jit(functools.partial(head_rms_norm_rope, style=style))(x, scale, positions)
+            want, size = oracle.head_rms_norm_rope(x, scale, positions, style=style)
+            oracle.assert_rotated_close(got, want, size, "float64")
+        ends = [head_rms_norm_rope(x, scale, jnp.full(4, position)) for position in (2**40, 2**31 - 1, -2**40, -2**31)]
+        oracle.assert_same_bits(ends[0], ends[1])
+        oracle.assert_same_bits(ends[2], ends[3])
+
+
+def test_exports_with_any_number_of_tokens(implementation):
+    tokens, = jax.export.symbolic_shape("t")
+    shapes = [jax.ShapeDtypeStruct((tokens, heads, 16), jnp.bfloat16) for heads in (4, 2)]
+    structs = *shapes, jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    q, k = draw(1, (5, 4, 16), "bfloat16"), draw(2, (5, 2, 16), "bfloat16")
+
+    def call(implementation, q, k, positions):
+        return qk_rms_norm_rope(q, k, None, None, positions, implementation=implementation)
+
+    def exported(value, **options):
+        program = jax.export.export(jax.jit(functools.partial(call, value)), **options)(*structs)
+        return jax.export.deserialize(program.serialize())
+
+    want = call("jnp", q, k, jnp.arange(5))
+    everywhere = exported("auto", platforms=("cpu", "cuda", "tpu"))
+    here = exported(implementation, disabled_checks=EXPORT_CHECKS)
+    for program in (everywhere, here):
+        assert_trees_close(program.call(q, k, jnp.arange(5)), want, rtol=2e-2, atol=2e-2)
+    assert ("custom_call @jax_fusednorm" in here.mlir_module()) == (implementation != "jnp")
