@@ -76,6 +76,24 @@ def test_frequencies_are_hugging_face_s(name):
     assert amplitude == factor
 
 
+@pytest.mark.parametrize("theta, width", ((1e4, 64), (1e6, 128), (1e7, 256)))
+def test_angles_in_turns_are_right_where_float32_products_are_not(theta, width):
+    """3e-9 radians up to position 2^24, against long doubles."""
+    positions = np.array([1, 4095, 131072, 1000000, 2**24 - 1, 2**24])[:, None]
+    exact = positions * np.longdouble(theta) ** -(np.arange(0, width, 2) / np.longdouble(width))
+    inverse = rope.inverse_frequencies(width, theta)[0]
+    high, low = rope.turns_of(inverse).astype(object).T
+    turns = np.array((positions * (high * 2**32 + low)) % 2**64 // 2**11, np.float64) / 2.0**53
+
+    def off(angles):
+        difference = (np.asarray(angles, np.longdouble) - exact) / (2 * np.longdouble(np.pi))
+        return 2 * np.pi * np.abs(difference - np.round(difference)).max(axis=1)
+
+    assert (off(2 * np.longdouble(np.pi) * turns) <= 3e-9).all()
+    products = off(positions.astype(np.float32) * inverse.astype(np.float32))
+    assert products[2] > 1e-3 and products[3] > 1e-2
+
+
 @pytest.mark.parametrize("arguments, says", (
     (dict(max_positions=0), "`max_positions` is 0"),
     (dict(rope_dim=7), "`rope_dim` is 7"),

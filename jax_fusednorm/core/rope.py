@@ -1,6 +1,6 @@
 """Rotary frequencies, and angles that stay right at long positions.
 
-A float32 product position * frequency is off by 4e-3 rad at position 131,072. Here a frequency is the part of a turn that one position
+A float32 product position * frequency is off by 1e-3 rad and more at position 131,072. Here a frequency is the part of a turn that one position
 adds, a binary fraction of 64 bits made from float64, and angles are wrapping integer products of it: 3e-9 rad up to position 2^24, under
 any compiler and math mode. The kernels do the same arithmetic (metal_src/kernels/rope.h).
 """
