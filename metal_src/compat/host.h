@@ -24,7 +24,9 @@ inline float fma(float a, float b, float c) { return a * b + c; }
 }  // namespace metal
 }  // namespace
 
-#define kernel inline __attribute__((always_inline))
+// A call left in a loop would keep it from being vectorized.
+#define inline inline __attribute__((always_inline))
+#define kernel inline
 #define device
 #define constant const
 #define threadgroup

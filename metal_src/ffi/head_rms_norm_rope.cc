@@ -40,7 +40,7 @@ ffi::Error rotation_of(const char* op, const In& angles, int32_t style, bool suf
   if (2 * pairs > p->width) return refuse(std::string(op) + ": more pairs than channels for them");
   p->table_rows = uint32_t(std::min<uint64_t>(rows, 1u << 31));  // a position is less
   p->pairs = uint32_t(pairs);
-  p->first = suffix ? p->width - 2 * p->pairs : 0;
+  p->first = suffix && pairs ? p->width - 2 * p->pairs : 0;
   p->interleaved = style == interleaved;
   p->distance = style == interleaved ? 1 : style == neox && pairs ? p->pairs : p->width / 2;
   return ffi::Error::Success();

@@ -16,8 +16,10 @@ static Entry find_head_rms_norm_rope(const Argument* a) {
     return with_flag<rounds<TYPE(t)>>(a[1], [&](auto in_t) {
       return with_flag<rounds<TYPE(t)>>(a[2], [&](auto round) {
         return with_pairs(a[3], [&](auto pairs) -> Entry {
-          if constexpr (in_t.value && !round.value) return nullptr;
-          else return ENTRY((head_rms_norm_rope<TYPE(t), in_t.value, round.value, TYPE(pairs), SHAPE(WHOLE)>));
+          using Pairs = TYPE(pairs);
+          // what is rounded before the scale is rounded before the rotation, too
+          if constexpr ((in_t.value && !round.value) || !PAIRS_FIT(Pairs)) return nullptr;
+          else return ENTRY((head_rms_norm_rope<TYPE(t), in_t.value, round.value, Pairs, SHAPE(WHOLE)>));
         });
       });
     });

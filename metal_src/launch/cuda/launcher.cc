@@ -71,7 +71,7 @@ Status ask() {
 }  // namespace
 
 ffi::Error run(Context stream, const Launch& launch) {
-  const int step = step_of(launch.width, launch.element_bytes);
+  const int step = (launch.heads ? head_step_of : step_of)(launch.width, launch.element_bytes);
   const Shape shape = shape_at(step, launch.element_bytes);
   const cuda::Entry kernel = cuda::find(launch, step);
   if (!kernel) return ffi::Error(ffi::ErrorCode::kUnimplemented, "the cuda library has no kernel " + spelled(launch));

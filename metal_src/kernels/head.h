@@ -1,0 +1,220 @@
+// One head of a token: its threads, its norm, and the turning of its channels.
+#pragma once
+#include "norm.h"
+#include "rope.h"
+
+// The threads that share a head: `lanes` neighbours in a simdgroup. One thread, where that is a simdgroup.
+struct Share {
+  int rank, lanes;
+  inline int of(int packs) const { return (packs - rank + lanes - 1) / lanes; }
+  inline int at(int c) const { return rank + c * lanes; }
+};
+
+inline Share share_of(uint lane, uint lanes) {
+  Share share;
+  share.lanes = SIMD_WIDTH == 1 ? 1 : int(lanes);
+  share.rank = int(lane) % share.lanes;
+  return share;
+}
+
+// One head, before it is normed.
+template <typename T, bool IN_T, bool ROUND>
+struct Head {
+  device const T* x;
+  device const uint* scale;
+  uint scale_kind;
+  float scale_offset;
+  float r;
+};
+
+// What pack i of a head is multiplied with.
+template <int V, typename T, bool IN_T, bool ROUND>
+inline Floats<V> load_gain(Head<T, IN_T, ROUND> head, int i) {
+  Floats<V> g = load_pack<V>(reinterpret_cast<device const ones*>(head.scale), i);
+  if (head.scale_kind == float_scale) g = load_pack<V>(reinterpret_cast<device const float*>(head.scale), i);
+  if (head.scale_kind == storage_scale) g = load_pack<V>(reinterpret_cast<device const T*>(head.scale), i);
+  UNROLL for (int k = 0; k < V; ++k) g.v[k] = IN_T ? rounded<T>(g.v[k] + head.scale_offset) : g.v[k] + head.scale_offset;
+  return g;
+}
+
+template <int V, typename T, bool IN_T, bool ROUND>
+inline Floats<V> normed(Head<T, IN_T, ROUND> head, Floats<V> x, Floats<V> gain) {
+  UNROLL for (int k = 0; k < V; ++k) {
+    const float unit = x.v[k] * head.r;
+    const float y = (IN_T ? rounded<T>(unit) : unit) * gain.v[k];
+    x.v[k] = ROUND ? rounded<T>(y) : y;
+  }
+  return x;
+}
+
+template <int V, int R, typename HEAD>
+inline void load_gains(thread Kept<V, R>& gains, HEAD head, Share share, int base, int packs) {
+  FOR_MINE(c, R, packs) gains.put(c, load_gain<V>(head, share.at(base + c)));
+}
+
+// The rotations of a thread's pairs, the packs base .. base + packs - 1 of it.
+template <typename PAIRS, int V, int R>
+struct Rotations {
+  Kept<V / PAIRS::elements, R / PAIRS::packs> cosine, sine;
+};
+
+#ifdef KEPT_IN_SCRATCH
+
+// A thread has whole heads, which stay in the cache: each is read twice, and a pair is two places of it.
+template <int V, int R, typename T>
+inline float sum_of_squares(device const T* x, Share, int packs, thread Kept<V, R>&) {
+  float squares = 0;
+  FOR_SUM(i, R, packs, squares) {
+    const Floats<V> f = load_pack<V>(x, i);
+    squares += dot(f, f);
+  }
+  return squares;
+}
+
+template <typename PAIRS, int V, int R>
+inline void load_rotations(thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share, int, int) {
+  FOR_MINE(pair, R, rope.pairs) {
+    const Rotation r = rope.rotation_of(pair);
+    rotations.cosine.v[pair] = r.cosine;
+    rotations.sine.v[pair] = r.sine;
+  }
+}
+
+template <int V, int R, typename HEAD, typename U>
+inline void pass_channels(device U* out, HEAD head, thread Kept<V, R>& gains, int first, int last) {
+  FOR_MINE(i, R, last - first) store_pack<V>(out, first + i, normed(head, load_pack<V>(head.x, first + i), gains.get(first + i)));
+}
+
+template <typename PAIRS, int V, int R, typename HEAD, typename U>
+inline void turn_into(device U* out, HEAD head, thread Kept<V, R>& gains, thread Rotations<PAIRS, V, R>& rotations, Rope rope, int width) {
+  const int step = PAIRS::elements, first = rope.first, distance = step == 2 ? 1 : rope.distance;
+  FOR_MINE(pair, R, rope.pairs) {
+    const int a = first + step * pair, b = a + distance;
+    Floats<V> y_a = normed(head, load_pack<V>(head.x, a), gains.get(a)), y_b = normed(head, load_pack<V>(head.x, b), gains.get(b));
+    const Floats<2> f = turned(y_a.v[0], y_b.v[0], rotations.cosine.v[pair], rotations.sine.v[pair]);
+    y_a.v[0] = f.v[0];
+    y_b.v[0] = f.v[1];
+    store_pack<V>(out, a, y_a);
+    store_pack<V>(out, b, y_b);
+  }
+  const int end = first + step * rope.pairs;  // of the first channels, or of all
+  pass_channels(out, head, gains, 0, first);
+  if (step == 1) pass_channels(out, head, gains, end, first + distance);
+  pass_channels(out, head, gains, step == 1 ? end + distance : end, width);
+}
+
+template <typename PAIRS, int V, int R, typename HEAD>
+inline void turn_head(thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gains, thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share,
+                      int, int width) {
+  turn_into(kept.v, head, gains, rotations, rope, width);
+}
+
+#else
+
+// The thread's part of the sum of squares: eight sums, element e in sum e % 8, and then theirs.
+template <int V, int R, typename T>
+inline float sum_of_squares(device const T* x, Share share, int packs, thread Kept<V, R>& kept) {
+  float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  for (int base = 0; base < packs; base += R) {
+    FOR_MINE(c, R, packs - base) {
+      const Floats<V> f = load_pack<V>(x, share.at(base + c));
+      UNROLL for (int k = 0; k < V; ++k) sums[(c * V + k) % 8] = fma(f.v[k], f.v[k], sums[(c * V + k) % 8]);
+      kept.put(c, f);
+    }
+  }
+  UNROLL for (int stride = 4; stride > 0; stride /= 2)
+    UNROLL for (int i = 0; i < stride; ++i) sums[i] += sums[i + stride];
+  return sums[0];
+}
+
+template <typename PAIRS, int V, int R>
+inline void load_rotations(thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share share, int base, int packs) {
+  FOR_MINE(c, R / PAIRS::packs, packs / PAIRS::packs) {
+    Floats<V / PAIRS::elements> cosine, sine;
+    UNROLL for (int k = 0; k < V / PAIRS::elements; ++k) {
+      const int pair = rope.pair_of(share.at(base + c) * V + k * PAIRS::elements);
+      Rotation r;
+      r.cosine = 1;
+      r.sine = 0;
+      if (rope.turns_pair(pair)) r = rope.rotation_of(pair);
+      cosine.v[k] = r.cosine;
+      sine.v[k] = r.sine;
+    }
+    rotations.cosine.put(c, cosine);
+    rotations.sine.put(c, sine);
+  }
+}
+
+template <int V, int R, typename HEAD>
+inline void rotate(thread Kept<V, R>& kept, thread Rotations<halves, V, R>& rotations, Rope rope, HEAD, Share share, int, int packs) {
+  FOR_MINE(c, R / 2, packs / 2) {
+    Floats<V> a = kept.get(c), b = kept.get(c + R / 2);
+    const Floats<V> cosine = rotations.cosine.get(c), sine = rotations.sine.get(c);
+    UNROLL for (int k = 0; k < V; ++k) {
+      if (!rope.turns_pair(share.at(c) * V + k)) continue;
+      const Floats<2> f = turned(a.v[k], b.v[k], cosine.v[k], sine.v[k]);
+      a.v[k] = f.v[0];
+      b.v[k] = f.v[1];
+    }
+    kept.put(c, a);
+    kept.put(c + R / 2, b);
+  }
+}
+
+template <int V, int R, typename HEAD>
+inline void rotate(thread Kept<V, R>& kept, thread Rotations<adjacent, V, R>& rotations, Rope rope, HEAD, Share share, int base, int packs) {
+  FOR_MINE(c, R, packs) {
+    Floats<V> y = kept.get(c);
+    const Floats<V / 2> cosine = rotations.cosine.get(c), sine = rotations.sine.get(c);
+    UNROLL for (int k = 0; k < V / 2; ++k) {
+      if (!rope.turns_pair(rope.pair_of(share.at(base + c) * V + 2 * k))) continue;
+      const Floats<2> f = turned(y.v[2 * k], y.v[2 * k + 1], cosine.v[k], sine.v[k]);
+      y.v[2 * k] = f.v[0];
+      y.v[2 * k + 1] = f.v[1];
+    }
+    kept.put(c, y);
+  }
+}
+
+template <int V, int R, typename HEAD>
+inline void rotate(thread Kept<V, R>& kept, thread Rotations<apart, V, R>& rotations, Rope rope, HEAD head, Share share, int base, int packs) {
+  const bool whole = V > 1 && !rope.interleaved && rope.first % V == 0 && rope.distance % V == 0;  // a pack's partners are a pack
+  FOR_MINE(c, R, packs) {
+    const int channel = share.at(base + c) * V;
+    Floats<V> y = kept.get(c), others = zeros<V>();
+    const Floats<V> cosine = rotations.cosine.get(c), sine = rotations.sine.get(c);
+    if (whole && rope.turns_pair(rope.pair_of(channel))) {
+      const int i = (rope.second(channel) ? channel - rope.distance : channel + rope.distance) / V;
+      others = normed(head, load_pack<V>(head.x, i), load_gain<V>(head, i));
+    }
+    UNROLL for (int k = 0; k < V; ++k) {
+      if (!rope.turns_pair(rope.pair_of(channel + k))) continue;
+      const bool second = rope.second(channel + k);
+      const int i = channel + k + (second ? -rope.distance : rope.distance);
+      const float other = whole ? others.v[k] : normed(head, load_pack<1>(head.x, i), load_gain<1>(head, i)).v[0];
+      const Floats<2> f = turned(second ? other : y.v[k], second ? y.v[k] : other, cosine.v[k], sine.v[k]);
+      y.v[k] = second ? f.v[1] : f.v[0];
+    }
+    kept.put(c, y);
+  }
+}
+
+// The packs from `base` on of a head whose squares have been summed: normed and turned.
+template <typename PAIRS, int V, int R, typename HEAD>
+inline void turn_head(thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gains, thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share share,
+                      int base, int packs) {
+  if (packs > R || base > 0) {  // more than is kept
+    FOR_MINE(c, R, packs - base) kept.put(c, load_pack<V>(head.x, share.at(base + c)));
+    load_gains(gains, head, share, base, packs - base);
+    load_rotations(rotations, rope, share, base, packs - base);
+  }
+  FOR_MINE(c, R, packs - base) kept.put(c, normed(head, kept.get(c), gains.get(c)));
+  rotate(kept, rotations, rope, head, share, base, packs - base);
+}
+
+#endif
+
+template <int V, int R, typename U>
+inline void store_head(device U* out, thread Kept<V, R>& kept, Share share, int base, int packs) {
+  FOR_MINE(c, R, packs) store_pack<V>(out, share.at(base + c), kept.get(c));
+}
