@@ -1,8 +1,9 @@
 """The contestants of run.py: ours, plain JAX, torch and MLX, each as callables that run one op, or a chain, to the end.
 
-Every op maps activations and a scale to as many activations: rms_norm (x, scale) -> (normed,) and
-add_rms_norm (x, residual, scale) -> (normed, sum). So a chain is `activations = op(*activations, scale)` again and again;
-forward and backward chain likewise, with the gradient as the next cotangent.
+Every op maps activations and a scale to the first of the next activations: rms_norm (x, scale) -> (normed,), add_rms_norm
+(x, residual, scale) -> (normed, sum), gated_group_rms_norm (y, gate, scale) -> (out,), in eight groups. So a chain is
+`activations = op(*activations, scale)` again and again, in which a gate stays; forward and backward chain likewise, with the
+gradient as the next cotangent.
 """
 
 import dataclasses
@@ -18,6 +19,9 @@ import jax_fusednorm
 import native
 
 EPSILON = 1e-6
+ACTIVATIONS = {"rms_norm": 1, "add_rms_norm": 2, "gated_group_rms_norm": 2}
+RESULTS = {"rms_norm": 1, "add_rms_norm": 2, "gated_group_rms_norm": 1}
+GROUPS = 8
 OURS, OUR_JNP, PLAIN = "ours", "our jnp", "plain jax"
 
 
@@ -32,19 +36,27 @@ def arrays(op, case, seed=0):
     """float32 activations, scale and cotangents; each contestant converts them to its own arrays of the case's dtype."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)
-    several = lambda: [draw(*case.shape) for _ in range(2 if op == "add_rms_norm" else 1)]
-    return several(), 0.1 * draw(case.shape[-1]) + 1, several()
+    several = lambda counts: [draw(*case.shape) for _ in range(counts[op])]
+    return several(ACTIVATIONS), 0.1 * draw(case.shape[-1]) + 1, several(RESULTS)
 
 
 def jax_contestants(op, case, backward, lengths, implementation):
+    gated = op == "gated_group_rms_norm"
+
     def plain(*args):
         *activations, scale = args
+        if gated:
+            y, gate = (a.astype(jnp.float32) for a in activations)
+            v = (y * jax.nn.silu(gate)).reshape(*case.shape[:-1], GROUPS, -1)
+            v = (v * jax.lax.rsqrt(jnp.mean(v * v, axis=-1, keepdims=True) + EPSILON)).reshape(case.shape)
+            return [(v.astype(case.dtype).astype(jnp.float32) * scale.astype(jnp.float32)).astype(case.dtype)]
         s = sum(a.astype(jnp.float32) for a in activations)
         normed = s * jax.lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + EPSILON) * scale.astype(jnp.float32)
         return [normed.astype(case.dtype), s.astype(case.dtype)][: len(activations)]
 
     def ours(*args, implementation):
-        out = getattr(jax_fusednorm, op)(*args, epsilon=EPSILON, implementation=implementation)
+        options = dict(group_size=case.width // GROUPS) if gated else {}
+        out = getattr(jax_fusednorm, op)(*args, epsilon=EPSILON, implementation=implementation, **options)
         return list(out) if isinstance(out, tuple) else [out]
 
     activations, scale, cotangents = arrays(op, case)
@@ -57,20 +69,23 @@ def jax_contestants(op, case, backward, lengths, implementation):
     for name, form in forms.items():
         def forward(count, activations, scale, form=form):
             for link in range(count):
-                activations = form(*(wall(*activations) if link else activations), scale)
-            return activations
+                activations = wall(*activations) if link else activations
+                results = form(*activations, scale)
+                activations = [*results, *activations[len(results):]]
+            return results
 
         def both(count, activations, scale, cotangents, form=form):
-            scale_gradients = []
+            more = []
             for link in range(count):
                 if link:
                     *activations, cotangents[0] = wall(*activations, cotangents[0])
-                activations, pull = jax.vjp(form, *activations, scale)
+                results, pull = jax.vjp(form, *activations, scale)
+                activations = [*results, *activations[len(results):]]
                 # The residual's gradient equals x's; as one more output it would only add a copy, which torch does not make.
-                gradient, *_, scale_gradient = pull(cotangents)
+                gradient, *others = pull(cotangents)
                 cotangents = [gradient, *cotangents[1:]]
-                scale_gradients.append(scale_gradient)
-            return activations, cotangents[0], scale_gradients
+                more.append(others if gated else others[-1])
+            return results, cotangents[0], more
 
         def waiting(count):
             jitted = jax.jit(functools.partial(both if backward else forward, count))
@@ -83,6 +98,8 @@ def jax_contestants(op, case, backward, lengths, implementation):
 def torch_contestants(op, case, backward, lengths, compiled=False):
     import torch
 
+    gated = op == "gated_group_rms_norm"
+
     def library(*args):
         *activations, scale = args
         s = sum(activations[1:], activations[0])
@@ -90,6 +107,11 @@ def torch_contestants(op, case, backward, lengths, compiled=False):
 
     def formula(*args):
         *activations, scale = args
+        if gated:
+            y, gate = (a.float() for a in activations)
+            v = (y * torch.nn.functional.silu(gate)).unflatten(-1, (GROUPS, -1))
+            v = (v * torch.rsqrt(v.square().mean(-1, keepdim=True) + EPSILON)).flatten(-2)
+            return [(scale.float() * v.to(scale.dtype).float()).to(scale.dtype)]
         s = sum((a.float() for a in activations[1:]), activations[0].float())
         normed = s * torch.rsqrt(s.square().mean(-1, keepdim=True) + EPSILON) * scale.float()
         return [normed.to(scale.dtype), s.to(scale.dtype)][: len(activations)]
@@ -98,7 +120,7 @@ def torch_contestants(op, case, backward, lengths, compiled=False):
     activations, scale, cotangents = arrays(op, case)
     activations, cotangents = [convert(a).requires_grad_(backward) for a in activations], [*map(convert, cotangents)]
     scale = convert(scale).requires_grad_(backward)
-    forms = {"torch rms_norm": library, "torch formula": formula}
+    forms = {"torch formula": formula} if gated else {"torch rms_norm": library, "torch formula": formula}
     if compiled:
         forms["torch compiled"] = torch.compile(formula, dynamic=False)
     for name, form in forms.items():
@@ -109,7 +131,8 @@ def torch_contestants(op, case, backward, lengths, compiled=False):
             with torch.no_grad():
                 xs = activations
                 for _ in range(count):
-                    xs = form(*xs, scale)
+                    results = form(*xs, scale)
+                    xs = [*results, *xs[len(results):]]
 
         if backward:
             yield Contestant(name, with_gradients)
@@ -156,5 +179,5 @@ def contestants(op, case, *, backward, lengths, implementation, torch_compile):
     lengths = lengths if case.rows <= 16 else ()
     if version("torch"):
         yield from torch_contestants(op, case, backward, lengths, torch_compile)
-    if version("mlx.core"):
+    if version("mlx.core") and op != "gated_group_rms_norm":
         yield from mlx_contestants(op, case, backward, lengths)

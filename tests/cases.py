@@ -47,6 +47,10 @@ PREFILL = (
     Case("prefill_2048x4096_f32", (2048, 4096), "float32", "float32"),
 )
 
+# The gated norm, in eight groups.
+GATED_DECODE = _grid("gated_decode", (1, 4, 16), (4096, 7680), "bfloat16", "bfloat16")
+GATED_PREFILL = _grid("gated_prefill", (2048,), (4096, 7680), "bfloat16", "bfloat16")
+
 # Larger than a GPU's cache; decode steps; and what the backward pass is timed on there.
 GPU = tuple(Case(f"gpu_{rows}x{width}", (rows, width), "bfloat16", "bfloat16")
             for rows, width in ((32768, 1024), (16384, 2048), (8192, 4096), (8192, 5120), (8192, 7168), (8192, 8192), (4096, 16384)))

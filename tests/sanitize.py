@@ -26,6 +26,12 @@ def check(rows, width, dtype):
     """The forward pass, tangent and cotangent of every op, with a scale and without."""
     x, residual, dx = (plain.draw(i, (rows, width), dtype) for i in range(3))
     for scale in (plain.draw_scale(3, width, dtype), plain.draw_scale(3, width, "float32"), None):
+        if scale is not None:
+            gated = functools.partial(jax_fusednorm.gated_group_rms_norm, group_size=width, implementation="cuda")
+            for start, options in ((None, {}), (8, dict(norm_before_gate=True)), (1, dict(activation="sigmoid", rounding="float32"))):
+                y, gate = (plain.draw(i, (rows, 2 * width + (0 if i < 5 or start is None else start)), dtype) for i in (4, 5))
+                both = (y, gate, plain.draw_scale(6, 2 * width, scale.dtype))
+                yield functools.partial(gated, gate_start=start, **options), both, both
         tail = () if scale is None else (scale,)
         for op in (jax_fusednorm.rms_norm, jax_fusednorm.add_rms_norm, jax_fusednorm.rms_norm_add):
             activations = (x,) if op is jax_fusednorm.rms_norm else (x, residual)

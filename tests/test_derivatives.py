@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 import oracle
-from ops import ADD_RMS_NORM, ADD_RMS_NORM_STORAGE, assert_trees_close, every_op, kernel_calls, loss
+from ops import ADD_RMS_NORM, ADD_RMS_NORM_STORAGE, assert_trees_close, every_norm, every_op, kernel_calls, loss
 from plain import draw
 
 
@@ -195,7 +195,7 @@ def test_grad_through_vmap_remat_and_scan(implementation, tested):
     agree(evaluate, tested, implementation, rows, scale)
 
 
-@every_op
+@every_norm
 def test_without_a_scale(implementation, tested):
     if "scale_offset" in dict(tested.options):
         tested = type(tested)(tested.name, tested.op, tested.formula, tested.rows)

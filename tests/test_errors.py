@@ -173,3 +173,42 @@ def test_messages_under_transformations_are_the_same():
         jax.vmap(add_rms_norm)(X, X[:, :2])
     with pytest.raises(ValueError, match=r"(?s)rms_norm.*`scale`"):
         jax.grad(lambda s: rms_norm(X, s).sum())(jnp.ones(5))
+
+
+GATED_X, GATED_SCALE = jnp.ones((2, 12)), jnp.ones(12)
+
+
+@pytest.mark.parametrize("says, change", [
+    (("`y`", "int32"), dict(y=GATED_X.astype("int32"))),
+    (("`y`", "scalar"), dict(y=jnp.float32(1))),
+    (("`gate`", "int8"), dict(gate=GATED_X.astype("int8"))),
+    (("`gate`", "[2, 11]", "[2, 12]"), dict(gate=GATED_X[:, 1:])),
+    (("`gate`", "[3, 12]", "[2, 12]"), dict(gate=jnp.ones((3, 12)))),
+    (("`gate`", "[12]", "[2, 12]"), dict(gate=jnp.ones(12))),
+    (("`gate`", "[2, 12]", "[2, 13]", "or more columns", "gate_start=1"), dict(gate_start=1)),
+    (("`gate`", "[3, 20]", "[2, 20]"), dict(gate=jnp.ones((3, 20)), gate_start=1)),
+    (("`gate_start`", "-1", "at least 0"), dict(gate_start=-1)),
+    (("`gate_start`", "1.5", "static integer"), dict(gate_start=1.5)),
+    (("`gate_start`", "True"), dict(gate_start=True)),
+    (("`scale`", "NoneType"), dict(scale=None)),
+    (("`scale`", "[4]", "[12]"), dict(scale=jnp.ones(4))),
+    (("`group_size`", "5", "divisor of 12"), dict(group_size=5)),
+    (("`group_size`", "0", "at least 1"), dict(group_size=0)),
+    (("`group_size`", "24", "divisor of 12"), dict(group_size=24)),
+    (("`epsilon`", "-1.0"), dict(epsilon=-1.0)),
+    (("`norm_before_gate`", "1"), dict(norm_before_gate=1)),
+    (("`activation`", "'relu'", "'silu'", "'sigmoid'"), dict(activation="relu")),
+    (("`rounding`", "'hf'", "'storage'", "'float32'"), dict(rounding="hf")),
+    (("`out_dtype`", "int32", "'bfloat16'"), dict(out_dtype=jnp.int32)),
+    (("`out_dtype`", "'no dtype'"), dict(out_dtype="no dtype")),
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else None)
+def test_arguments_of_the_gated_norm(says, change):
+    arguments = dict(y=GATED_X, gate=GATED_X, scale=GATED_SCALE, group_size=4) | change
+    y, gate, scale = (arguments.pop(name) for name in ("y", "gate", "scale"))
+    fails(jax_fusednorm.gated_group_rms_norm, y, gate, scale, says=says, **arguments)
+
+
+def test_gate_start_may_be_an_integer_of_numpy():
+    gate = jnp.arange(26.0).reshape(2, 13)
+    got = jax_fusednorm.gated_group_rms_norm(GATED_X, gate, GATED_SCALE, gate_start=np.int64(1), norm_before_gate=True, epsilon=0, activation="sigmoid")
+    np.testing.assert_allclose(got, jax.nn.sigmoid(gate[:, 1:]), rtol=1e-6)

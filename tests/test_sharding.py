@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jax_fusednorm
-from ops import ALL, assert_trees_close, every_op, loss
+from ops import ALL, assert_trees_close, every_norm, loss
 
 pytestmark = pytest.mark.skipif("jax.device_count() < 8", reason="needs eight devices")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -78,7 +78,7 @@ def check(tested, implementation, direction, args, placed, want_found):
 ROWS_CUT = (P("b"), P("b", "s"), P(("b", "s")), P(None, "b"))
 
 
-@every_op
+@every_norm
 @every_direction
 @every_mesh
 def test_rows_cut_over_any_mesh_keep_the_kernel(one_kernel, tested, direction, types):
@@ -93,7 +93,7 @@ def test_rows_cut_over_any_mesh_keep_the_kernel(one_kernel, tested, direction, t
                 assert jax.tree.leaves(executable.output_shardings)[0].is_equivalent_to(NamedSharding(mesh, rows), 3)
 
 
-@every_op
+@every_norm
 @every_direction
 def test_an_auto_mesh_is_known_from_the_arguments_alone(kernel, tested, direction):
     mesh, args = mesh_of(MESHES["auto"]), tested.arguments(SHAPE)
@@ -102,7 +102,7 @@ def test_an_auto_mesh_is_known_from_the_arguments_alone(kernel, tested, directio
             check(tested, kernel, direction, args, place(mesh, args, P("b", "s")), expected(direction))
 
 
-@every_op
+@every_norm
 @every_direction
 @every_mesh
 def test_a_cut_reduced_axis_runs_the_reference(one_kernel, tested, direction, types):
@@ -118,7 +118,7 @@ def test_a_cut_reduced_axis_runs_the_reference(one_kernel, tested, direction, ty
             assert executable.output_shardings[0].is_equivalent_to(NamedSharding(mesh, P("b", None, "s")), 3)
 
 
-@every_op
+@every_norm
 def test_a_fully_sharded_scale_costs_its_own_gather(one_kernel, tested):
     mesh, args = mesh_of(MESHES["auto"]), tested.arguments(SHAPE)
     want = {**expected("forward"), "all-gather": 1}
@@ -126,7 +126,7 @@ def test_a_fully_sharded_scale_costs_its_own_gather(one_kernel, tested):
     check(tested, one_kernel, "backward", args, place(mesh, args, P("b"), P("b")), None)
 
 
-@every_op
+@every_norm
 def test_rows_that_do_not_divide_are_right(one_kernel, tested):
     mesh, args = mesh_of(MESHES["auto"]), tested.arguments((6, 4, 16))
 
@@ -139,7 +139,7 @@ def test_rows_that_do_not_divide_are_right(one_kernel, tested):
     assert_trees_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, tested.bound("jnp")(*args)))
 
 
-@every_op
+@every_norm
 @every_direction
 @pytest.mark.parametrize("axis_type", (AUTO, EXPLICIT), ids=("auto", "explicit"))
 def test_shard_map_keeps_the_kernel(kernel, tested, direction, axis_type):
@@ -152,7 +152,7 @@ def test_shard_map_keeps_the_kernel(kernel, tested, direction, axis_type):
     assert_trees_close(run(executable, placed), jax.tree.map(np.asarray, want))
 
 
-@every_op
+@every_norm
 def test_shard_map_over_one_of_two_auto_axes_runs_the_reference(one_kernel, tested):
     mesh, args = mesh_of(MESHES["auto"]), tested.arguments(SHAPE)
     f = jax.shard_map(tested.bound(one_kernel), mesh=mesh, in_specs=(P("b"),) * tested.rows + (P(),), out_specs=P("b"),
@@ -162,7 +162,7 @@ def test_shard_map_over_one_of_two_auto_axes_runs_the_reference(one_kernel, test
     assert_trees_close(run(executable, place(mesh, args, P("b"))), jax.tree.map(np.asarray, tested.bound("jnp")(*args)))
 
 
-@every_op
+@every_norm
 @every_mesh
 def test_vmap_of_cut_operands_keeps_the_kernel(one_kernel, tested, types):
     mesh, args = mesh_of(types), tested.arguments(SHAPE)
@@ -175,7 +175,7 @@ def test_vmap_of_cut_operands_keeps_the_kernel(one_kernel, tested, types):
             assert_trees_close(run(executable, placed), jax.tree.map(np.asarray, tested.bound("jnp")(*args)))
 
 
-@every_op
+@every_norm
 def test_scan_with_remat_over_a_mesh_keeps_the_kernel(kernel, tested):
     mesh, args = mesh_of(MESHES["auto"]), tested.arguments(SHAPE)
     f = tested.bound(kernel)

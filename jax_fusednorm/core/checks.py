@@ -24,7 +24,7 @@ def array(op, argument, value):
         return value
     try:
         return jnp.asarray(value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         fail(op, argument, f"a {type(value).__name__}", f"an array was wanted: {error}")
 
 
