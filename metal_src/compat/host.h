@@ -1,5 +1,9 @@
 // MSL words for a C++ compiler: a team is one thread. Include system headers before this, for it defines common words as macros.
 #pragma once
+#include <cstdint>
+#include <type_traits>
+
+#define inline inline __attribute__((always_inline))  // a call left in a loop would keep it from being vectorized
 #include "compat/cpp.h"
 
 #define SIMD_WIDTH 1
@@ -24,8 +28,6 @@ inline float fma(float a, float b, float c) { return a * b + c; }
 }  // namespace metal
 }  // namespace
 
-// A call left in a loop would keep it from being vectorized.
-#define inline inline __attribute__((always_inline))
 #define kernel inline
 #define device
 #define constant const

@@ -60,15 +60,26 @@ struct Rotations {
 
 #ifdef KEPT_IN_SCRATCH
 
-// A thread has whole heads, which stay in the cache: each is read twice, and a pair is two places of it.
+// A thread has whole heads, which stay in the cache: each is read twice, and a pair is two places of it. The squares of a head are summed
+// before the head in front of it is turned, so that neither waits for the other's last steps.
+template <typename T, int V, int R>
+struct Ahead {
+  float squares;
+};
+
 template <int V, int R, typename T>
-inline float sum_of_squares(device const T* x, Share, int packs, thread Kept<V, R>&) {
+inline void ask_for(thread Ahead<T, V, R>& ahead, device const T* x, Share, int packs) {
   float squares = 0;
   FOR_SUM(i, R, packs, squares) {
     const Floats<V> f = load_pack<V>(x, i);
     squares += dot(f, f);
   }
-  return squares;
+  ahead.squares = squares;
+}
+
+template <int V, int R, typename T>
+inline float sum_of_squares(thread Ahead<T, V, R>& ahead, device const T*, Share, int, thread Kept<V, R>&) {
+  return ahead.squares;
 }
 
 template <typename PAIRS, int V, int R>
@@ -111,15 +122,33 @@ inline void turn_head(thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gai
 
 #else
 
-// The thread's part of the sum of squares: eight sums, element e in sum e % 8, and then theirs.
+// The first packs of a head as they come from memory, asked for while the head in front of it is turned.
+template <typename T, int V, int R>
+struct Ahead {
+  Pack<T, V> packs[R];
+};
+
 template <int V, int R, typename T>
-inline float sum_of_squares(device const T* x, Share share, int packs, thread Kept<V, R>& kept) {
+inline void ask_for(thread Ahead<T, V, R>& ahead, device const T* x, Share share, int packs) {
+  FOR_MINE(c, R, packs) ahead.packs[c] = reinterpret_cast<device const Pack<T, V>*>(x)[share.at(c)];
+}
+
+// The thread's part of the sum: eight sums, element e in sum e % 8, and then theirs. Keeps the packs that were asked for.
+template <int V, int R, typename T>
+inline float sum_of_squares(thread Ahead<T, V, R>& ahead, device const T* x, Share share, int packs, thread Kept<V, R>& kept) {
   float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-  for (int base = 0; base < packs; base += R) {
+  FOR_MINE(c, R, packs) {
+    Floats<V> f;
+    UNROLL for (int k = 0; k < V; ++k) {
+      f.v[k] = float(ahead.packs[c].v[k]);
+      sums[(c * V + k) % 8] = fma(f.v[k], f.v[k], sums[(c * V + k) % 8]);
+    }
+    kept.put(c, f);
+  }
+  for (int base = R; base < packs; base += R) {
     FOR_MINE(c, R, packs - base) {
       const Floats<V> f = load_pack<V>(x, share.at(base + c));
       UNROLL for (int k = 0; k < V; ++k) sums[(c * V + k) % 8] = fma(f.v[k], f.v[k], sums[(c * V + k) % 8]);
-      kept.put(c, f);
     }
   }
   UNROLL for (int stride = 4; stride > 0; stride /= 2)
@@ -199,7 +228,7 @@ inline void rotate(thread Kept<V, R>& kept, thread Rotations<apart, V, R>& rotat
   }
 }
 
-// The packs from `base` on of a head whose squares have been summed: normed and turned.
+// The packs from `base` on of a head whose squares are summed: normed and turned.
 template <typename PAIRS, int V, int R, typename HEAD>
 inline void turn_head(thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gains, thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share share,
                       int base, int packs) {

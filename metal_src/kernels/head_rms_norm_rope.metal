@@ -6,6 +6,28 @@
 // and keeps the token's angles. No threadgroup memory. bytes: 1 read of x and k, 1 write of every result.
 #include "head.h"
 
+// The head that a thread takes in a walk of its team, if there is one for it.
+struct Found {
+  bool some, of_k;
+  uint head;
+  long start;  // its first element
+};
+
+inline Found find_head(constant HeadNormRopeParams& p, uint token, uint walk, uint x_walks, uint at_once, uint place) {
+  Found found;
+  found.of_k = walk >= x_walks;
+  const uint heads = found.of_k ? p.k_heads : p.heads;
+  found.head = (found.of_k ? walk - x_walks : walk) * at_once + place;
+  found.some = found.head < heads;
+  found.start = (long(token) * heads + found.head) * p.width;
+  return found;
+}
+
+// Where a head of x starts in [..., heads, tokens, width].
+inline long head_major_start(constant HeadNormRopeParams& p, uint token, Found at) {
+  return ((long(token / p.sequence) * p.heads + at.head) * p.sequence + token % p.sequence) * p.width;
+}
+
 // T: storage. IN_T: round to T before the scale, and multiply in T. ROUND: round to T before the rotation. PAIRS: how pairs lie.
 // V: elements a load. R: packs that a thread keeps; of a longer head it takes R at a time, and reads them twice. SG: 1.
 // TEAMS: simdgroups a threadgroup.
@@ -47,25 +69,32 @@ kernel void head_rms_norm_rope(
   if (rope.known && all <= R) load_rotations(rotations, rope, share, 0, all);
   int gains_of = -1;
 
-  const uint at_once = SIMD_WIDTH / uint(share.lanes), x_walks = (p.heads + at_once - 1) / at_once, k_walks = (p.k_heads + at_once - 1) / at_once;
-  for (uint walk = team % p.parts; walk < x_walks + k_walks; walk += p.parts) {
-    const int of_k = walk >= x_walks;
-    const uint heads = of_k ? p.k_heads : p.heads, number = (of_k ? walk - x_walks : walk) * at_once + lane / share.lanes;
-    const int packs = number < heads ? all : 0;  // the last of them may leave threads without a head
-    const long start = (long(token) * heads + number) * p.width;
-    head.x = (of_k ? k : x) + start;
-    head.scale = of_k ? k_scale : x_scale;
-    if (all <= R && gains_of != of_k) load_gains(gains, head, share, 0, all);
-    gains_of = of_k;
+  const uint at_once = SIMD_WIDTH / uint(share.lanes), place = lane / uint(share.lanes);
+  const uint x_walks = (p.heads + at_once - 1) / at_once, walks = x_walks + (p.k_heads + at_once - 1) / at_once;
+  uint walk = team % p.parts;
+  Found next = find_head(p, token, walk, x_walks, at_once, place);
+  Ahead<T, V, R> ahead;
+  if (rope.known) ask_for(ahead, (next.of_k ? k : x) + next.start, share, next.some ? all : 0);
+  while (walk < walks) {
+    const Found at = next;
+    const int packs = at.some ? all : 0;
+    head.x = (at.of_k ? k : x) + at.start;
+    head.scale = at.of_k ? k_scale : x_scale;
+    if (all <= R && gains_of != int(at.of_k)) load_gains(gains, head, share, 0, all);
+    gains_of = at.of_k;
     if (rope.known) {
-      float squares = sum_of_squares(head.x, share, packs, kept);
+      float squares = sum_of_squares(ahead, head.x, share, packs, kept);
       for (int mask = share.lanes / 2; mask > 0; mask /= 2) squares += simd_shuffle_xor(squares, ushort(mask));
       head.r = rsqrt(squares / float(p.width) + p.epsilon);
     }
-    device T* const out = (of_k ? k_out : x_out) + start;
+    walk += p.parts;
+    next = find_head(p, token, walk, x_walks, at_once, place);
+    if (rope.known) ask_for(ahead, (next.of_k ? k : x) + next.start, share, next.some ? all : 0);
+
+    device T* const out = (at.of_k ? k_out : x_out) + at.start;
 #ifdef KEPT_IN_SCRATCH
     // straight from memory to memory, where no one else wants the values
-    if (rope.known && (of_k || p.copies == 0)) {
+    if (rope.known && (at.of_k || p.copies == 0)) {
       turn_into(out, head, gains, rotations, rope, packs);
       continue;
     }
@@ -78,15 +107,13 @@ kernel void head_rms_norm_rope(
         FOR_MINE(c, R, n) kept.put(c, zeros<V>());
       }
       store_head(out, kept, share, base, n);
-      for (uint i = 0; i < (of_k ? 0 : p.copies); ++i) {
+      for (uint i = 0; i < (at.of_k ? 0 : p.copies); ++i) {
         device T* const copy = i == 0 ? copy0 : i == 1 ? copy1 : i == 2 ? copy2 : i == 3 ? copy3 : i == 4 ? copy4 : copy5;
-        const long row = p.head_major >> i & 1 ? (long(token / p.sequence) * heads + number) * p.sequence + token % p.sequence
-                                               : long(token) * heads + number;
-        const long at = row * p.width;
+        const long start = p.head_major >> i & 1 ? head_major_start(p, token, at) : at.start;
         const uint type = p.copy_types >> 2 * i & 3;
-        if (type == float_copy) store_head(reinterpret_cast<device float*>(copy) + at, kept, share, base, n);
-        if (type == bfloat_copy) store_head(reinterpret_cast<device bfloat*>(copy) + at, kept, share, base, n);
-        if (type == half_copy) store_head(reinterpret_cast<device half*>(copy) + at, kept, share, base, n);
+        if (type == float_copy) store_head(reinterpret_cast<device float*>(copy) + start, kept, share, base, n);
+        if (type == bfloat_copy) store_head(reinterpret_cast<device bfloat*>(copy) + start, kept, share, base, n);
+        if (type == half_copy) store_head(reinterpret_cast<device half*>(copy) + start, kept, share, base, n);
       }
     }
   }
