@@ -17,6 +17,7 @@ def test_every_variant_passes(standin, host_library, path):
     spelled = set()
     for kernel in embed.kernels(text):
         variants = list(metal_calls.variants(host_library, kernel))
+        variants += [tuple("halves" if word == "apart" else word for word in v) for v in variants if "apart" in v]  # GPUs tell these apart
         assert variants
         for i, variant in enumerate(variants):
             # each variant with one shape that keeps rows and one that reads them again; the first of each dtype with all

@@ -23,7 +23,7 @@ void entry(void* const* buffers, float* scratch, unsigned first, unsigned last) 
 #define WHOLE 0x7fffffff
 #define SHAPE(R) 1, R, 1, 1
 #define STORAGE(T) true
-#define PAIRS_FIT(pairs) true
+#define PAIRS_FIT(pairs) (pairs::packs == 1)  // a thread has whole heads: halves are as any others
 #define ENTRY(K) static_cast<Entry>(&entry<&K>)
 #define FINDER(name) const host::Register register_##name(#name, host::LEVEL, find_##name);
 #include VARIANTS
