@@ -1,4 +1,4 @@
-"""`run.py --platform cuda`: device times of add_rms_norm on an NVIDIA GPU, beside XLA's fusions, a copy, and other libraries' kernels.
+"""`run.py --platform cuda`: device times on an NVIDIA GPU, beside XLA's fusions, a copy, and of add_rms_norm other libraries' kernels.
 
 A figure is the sum of the durations of one call's kernels and copies, as CUPTI reports them to jax.profiler, the same way for JAX and
 for torch; the median of the calls. Gaps between kernels and the time to launch them are left out. Calls go round several sets of
@@ -9,8 +9,9 @@ arrays that JAX gets, and are left out, with a word, where they do not import; t
   xla           the textbook formula under jit: XLA's own fusions
   ours storage  ours with sum_rounding="storage": the derivative is taken at the stored sum, which is all that the backward pass reads
 
-The op reads 2 arrays and writes 2; with its backward pass 9 in all (the backward pass reads both operands and two cotangents, and writes
-the one gradient that both operands share). Ours storage, QuACK and Liger read the sum there instead of the operands: 8.
+add_rms_norm reads 2 arrays and writes 2; with its backward pass 9 in all (the backward pass reads both operands and two cotangents, and
+writes the one gradient that both operands share). Ours storage, QuACK and Liger read the sum there instead of the operands: 8. What the
+other ops move is said in run.py.
 
 Needs: jax with a GPU, rich. torch, quack-kernels and liger-kernel take part when they can be imported.
 """
@@ -31,40 +32,33 @@ from rich.table import Table
 
 import cases
 import jax_fusednorm
+import peers
 
-EPSILON = 1e-6
 PAUSE, GAP = 0.04, 2e7  # seconds of silence between two contestants, and the nanoseconds that tell it from a late launch
 CALLS, ROUNDS = 20, 3   # a round: every contestant, `CALLS` times each
 CACHE = 60e6
 LAYERS = 40
-ARRAYS = {False: 4, True: 9}
 
 
-def formula(x, residual, scale):
-    s = x.astype(jnp.float32) + residual.astype(jnp.float32)
-    normed = s * jax.lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + EPSILON) * scale.astype(jnp.float32)
-    return normed.astype(x.dtype), s.astype(x.dtype)
-
-
-def with_gradients(op):
-    def both(x, residual, scale, *cotangents):
-        results, pull = jax.vjp(op, x, residual, scale)
+def with_gradients(form, all_gradients):
+    def both(*arrays, results):
+        operands, cotangents = arrays[:-results], list(arrays[-results:])
+        out, pull = jax.vjp(form, *operands)
         # what lies between the two passes of a model needs the results, and makes the cotangents
-        results, cotangents = jax.lax.optimization_barrier((tuple(results), cotangents))
-        gradient, _, scale_gradient = pull(cotangents)  # the residual's gradient equals x's
-        return *results, gradient, scale_gradient
+        out, cotangents = jax.lax.optimization_barrier((out, cotangents))
+        gradient, *others = pull(cotangents)
+        return *out, gradient, *(others if all_gradients else others[-1:])
     return both
 
 
-def ours(implementation, **options):
-    return functools.partial(jax_fusednorm.add_rms_norm, epsilon=EPSILON, implementation=implementation, **options)
-
-
-def jax_contestants(backward, implementation):
-    ops = {"ours": ours(implementation), "ours storage": ours(implementation, sum_rounding="storage"), "our jnp": ours("jnp"), "xla": formula}
-    for name, op in ops.items():
-        if backward or name != "ours storage":
-            yield name, jax.jit(with_gradients(op) if backward else op)
+def jax_contestants(op, case, backward, implementation):
+    of = peers.OPS[op]
+    forms = {"ours": of.ours(case, implementation), "our jnp": of.ours(case, "jnp"), "xla": of.plain(case)}
+    if op == "add_rms_norm" and backward:
+        forms["ours storage"] = lambda *args: list(jax_fusednorm.add_rms_norm(
+            *args, epsilon=peers.EPSILON, sum_rounding="storage", implementation=implementation))
+    for name, form in forms.items():
+        yield name, jax.jit(functools.partial(with_gradients(form, of.all_gradients), results=of.results) if backward else form)
 
 
 def torch_contestants(backward):
@@ -73,11 +67,11 @@ def torch_contestants(backward):
 
     def quack():
         from quack.rmsnorm import rmsnorm
-        return lambda x, residual, scale: rmsnorm(x, scale, residual=residual, eps=EPSILON, prenorm=True)
+        return lambda x, residual, scale: rmsnorm(x, scale, residual=residual, eps=peers.EPSILON, prenorm=True)
 
     def liger():
         from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
-        return lambda x, residual, scale: LigerFusedAddRMSNormFunction.apply(x, residual, scale, EPSILON, 0.0, "gemma", False)
+        return lambda x, residual, scale: LigerFusedAddRMSNormFunction.apply(x, residual, scale, peers.EPSILON, 0.0, "gemma", False)
 
     for name, load in (("quack", quack), ("liger", liger)):
         try:
@@ -161,27 +155,30 @@ def agree(name, got, want):
         assert off < 1e-2, f"{name} is {off:.1e} off ours: it does not compute the same"
 
 
-def run_case(case, backward, implementation):
-    moved = ARRAYS[backward] * 2 * case.rows * case.width
+def run_case(op, case, backward, implementation):
+    of = peers.OPS[op]
+    moved = of.moved[backward] * jnp.dtype(case.dtype).itemsize * case.rows * case.width
     count = int(min(64, max(2, -(-4 * CACHE // moved))))
     keys = jax.random.split(jax.random.key(0), count)
-    draw = jax.jit(lambda key: [jax.random.normal(k, case.shape, case.dtype) for k in jax.random.split(key, 4 if backward else 2)])
-    scale = 1 + 0.1 * jax.random.normal(jax.random.key(1), case.shape[-1:], case.scale_dtype)
-    sets = [(x, residual, scale, *cotangents) for x, residual, *cotangents in map(draw, keys)]
-    contestants = {name: (f, jax.block_until_ready, sets) for name, f in jax_contestants(backward, implementation)}
+    arrays = of.activations + backward * of.results
+    draw = jax.jit(lambda key: [jax.random.normal(k, case.shape, case.dtype) for k in jax.random.split(key, arrays)])
+    scale = 1 + 0.1 * jax.random.normal(jax.random.key(1), case.shape[-1:], case.dtype)
+    sets = [(*drawn[:of.activations], scale, *drawn[of.activations:]) for drawn in map(draw, keys)]
+    contestants = {name: (f, jax.block_until_ready, sets) for name, f in jax_contestants(op, case, backward, implementation)}
     copied = [(jax.random.normal(key, moved // 2 // 4),) for key in keys]
     contestants["copy"] = (jax.jit(lambda a: a.copy()), jax.block_until_ready, copied)
     jax.block_until_ready((sets, copied))
     want = contestants["ours"][0](*sets[0])
-    try:
-        import torch
-    except ImportError as error:
-        print(f"quack and liger are left out: {error}", file=sys.stderr)
-    else:
-        tensors = [tuple(torch.from_dlpack(a) for a in s) for s in sets]
-        for name, f in torch_contestants(backward):
-            agree(name, [jnp.from_dlpack(a.detach()) for a in f(*tensors[0])], want)
-            contestants[name] = (f, lambda _: torch.cuda.synchronize(), tensors)
+    if op == "add_rms_norm":
+        try:
+            import torch
+        except ImportError as error:
+            print(f"quack and liger are left out: {error}", file=sys.stderr)
+        else:
+            tensors = [tuple(torch.from_dlpack(a) for a in s) for s in sets]
+            for name, f in torch_contestants(backward):
+                agree(name, [jnp.from_dlpack(a.detach()) for a in f(*tensors[0])], want)
+                contestants[name] = (f, lambda _: torch.cuda.synchronize(), tensors)
     agree("xla", contestants["xla"][0](*sets[0]), want)
     return measure(contestants)
 
@@ -189,14 +186,15 @@ def run_case(case, backward, implementation):
 def run_chain(rows, width, implementation):
     """(name, us a layer of a jitted chain on the device, CUDA launches of a run). An optimization barrier stands between two layers,
     where a model has a matmul: XLA would fuse its own layers with each other."""
-    x, residual = (jax.random.normal(jax.random.key(i), (rows, width), jnp.bfloat16) for i in range(2))
-    scales = 1 + 0.1 * jax.random.normal(jax.random.key(2), (LAYERS, width), jnp.bfloat16)
-    runs = 10
-    for name, op in (("ours", ours(implementation)), ("xla", formula)):
+    case = cases.Case("chain", (rows, width), "bfloat16", "bfloat16")
+    x, residual = (jax.random.normal(jax.random.key(i), case.shape, case.dtype) for i in range(2))
+    scales = 1 + 0.1 * jax.random.normal(jax.random.key(2), (LAYERS, width), case.dtype)
+    runs, of = 10, peers.OPS["add_rms_norm"]
+    for name, form in (("ours", of.ours(case, implementation)), ("xla", of.plain(case))):
         @jax.jit
-        def chain(x, residual, scales, op=op):
+        def chain(x, residual, scales, form=form):
             for scale in scales:
-                x, residual = jax.lax.optimization_barrier(op(x, residual, scale))
+                x, residual = jax.lax.optimization_barrier(form(x, residual, scale))
             return x, residual
 
         def work():
@@ -210,8 +208,8 @@ def run_chain(rows, width, implementation):
         yield name, float(np.median(spans)) / 1e3 / LAYERS, {call: n / runs for call, n in launches.items()}
 
 
-def table_of(backward, found):
-    table = Table(title=f"add_rms_norm, bfloat16, forward{' + backward' if backward else ''}: us (kernels)", title_justify="left")
+def table_of(op, backward, found):
+    table = Table(title=f"{op}, bfloat16, forward{' + backward' if backward else ''}: us (kernels)", title_justify="left")
     columns = list(next(iter(found.values())))
     for name in ("shape", *columns, "% of copy", "xla / ours", "best peer / ours"):
         table.add_column(name, justify="right")
@@ -224,12 +222,14 @@ def table_of(backward, found):
     return table
 
 
-def main(implementation):
+def main(implementation, op):
     console = Console(width=None if sys.stdout.isatty() else 180)
     decision = jax_fusednorm.explain(jax_fusednorm.add_rms_norm, *[jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)] * 2)["cuda"]
     console.print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; ours: {decision}", highlight=False)
-    for backward, chosen in ((False, cases.GPU + cases.GPU_DECODE), (True, cases.GPU_BACKWARD)):
-        console.print(table_of(backward, {case: run_case(case, backward, implementation) for case in chosen}))
-    for case in cases.GPU_DECODE:
+    for name, (forward, both) in cases.GPU_OPS.items():
+        if op in (name, "all"):
+            for backward, chosen in ((False, forward), (True, both)):
+                console.print(table_of(name, backward, {case: run_case(name, case, backward, implementation) for case in chosen}))
+    for case in cases.GPU_DECODE if op in ("add_rms_norm", "all") else ():
         for name, us, launches in run_chain(*case.shape, implementation):
             console.print(f"{LAYERS} layers in one program, {case.rows}x{case.width}, {name}: {us:.2f} us a layer; a run calls {launches}", highlight=False)

@@ -1,9 +1,9 @@
 """The contestants of run.py: ours, plain JAX, torch and MLX, each as callables that run one op, or a chain, to the end.
 
 Every op maps activations and a scale to the first of the next activations: rms_norm (x, scale) -> (normed,), add_rms_norm
-(x, residual, scale) -> (normed, sum), gated_group_rms_norm (y, gate, scale) -> (out,), in eight groups. So a chain is
-`activations = op(*activations, scale)` again and again, in which a gate stays; forward and backward chain likewise, with the
-gradient as the next cotangent.
+(x, residual, scale) -> (normed, sum), gated_group_rms_norm (y, gate, scale) -> (out,), in eight groups, and head_rms_norm_rope
+(x, scale) -> (x,), of tokens at 0, 1, 2, ... So a chain is `activations = op(*activations, scale)` again and again, in which a
+gate stays; forward and backward chain likewise, with the gradient as the next cotangent.
 """
 
 import dataclasses
@@ -18,10 +18,7 @@ import numpy as np
 import jax_fusednorm
 import native
 
-EPSILON = 1e-6
-ACTIVATIONS = {"rms_norm": 1, "add_rms_norm": 2, "gated_group_rms_norm": 2}
-RESULTS = {"rms_norm": 1, "add_rms_norm": 2, "gated_group_rms_norm": 1}
-GROUPS = 8
+EPSILON, THETA, GROUPS = 1e-6, 1e4, 8
 OURS, OUR_JNP, PLAIN = "ours", "our jnp", "plain jax"
 
 
@@ -32,47 +29,161 @@ class Contestant:
     chains: tuple[Callable[[], None], ...] = ()  # for each of `lengths`: as many dependent ops in one program, and the wait
 
 
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """What is timed. A form takes (*activations, scale) and returns a list. moved: arrays read and written, forward, and with the backward
+    pass."""
+
+    activations: int
+    results: int
+    moved: tuple[int, int]
+    ours: Callable     # (case, implementation) -> form
+    plain: Callable    # case -> form, the textbook in jnp
+    torch: Callable    # (torch, case) -> {name: form}
+    mlx: Callable = lambda mx, case: {}
+    all_gradients: bool = True  # False: the residual's equals x's, and as one more output it would only add a copy, which torch does not make
+
+
+# ---- the norms ----
+
+def _ours(name, **options):
+    def form(case, implementation):
+        def call(*args):
+            more = {key: value(case) for key, value in options.items()}
+            out = getattr(jax_fusednorm, name)(*args, epsilon=EPSILON, implementation=implementation, **more)
+            return list(out) if isinstance(out, tuple) else [out]
+        return call
+    return form
+
+
+def _norm(s, scale):
+    return s * jax.lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + EPSILON) * scale.astype(jnp.float32)
+
+
+def _plain_norm(case):
+    def form(*args):
+        *activations, scale = args
+        s = sum(a.astype(jnp.float32) for a in activations)
+        return [_norm(s, scale).astype(case.dtype), s.astype(case.dtype)][: len(activations)]
+    return form
+
+
+def _torch_norm(torch, case):
+    def library(*args):
+        *activations, scale = args
+        s = sum(activations[1:], activations[0])
+        return [torch.nn.functional.rms_norm(s, s.shape[-1:], scale, EPSILON), s][: len(activations)]
+
+    def formula(*args):
+        *activations, scale = args
+        s = sum((a.float() for a in activations[1:]), activations[0].float())
+        normed = s * torch.rsqrt(s.square().mean(-1, keepdim=True) + EPSILON) * scale.float()
+        return [normed.to(scale.dtype), s.to(scale.dtype)][: len(activations)]
+
+    return {"torch rms_norm": library, "torch formula": formula}
+
+
+def _mlx_norm(mx, case):
+    def form(*args):
+        *activations, scale = args
+        s = sum(activations[1:], activations[0])
+        return [mx.fast.rms_norm(s, scale, EPSILON), s][: len(activations)]
+    return {"mlx fast": form}
+
+
+# ---- the gated norm ----
+
+def _plain_gated(case):
+    def form(y, gate, scale):
+        y, gate = y.astype(jnp.float32), gate.astype(jnp.float32)
+        v = (y * jax.nn.silu(gate)).reshape(*case.shape[:-1], GROUPS, -1)
+        v = (v * jax.lax.rsqrt(jnp.mean(v * v, axis=-1, keepdims=True) + EPSILON)).reshape(case.shape)
+        return [(v.astype(case.dtype).astype(jnp.float32) * scale.astype(jnp.float32)).astype(case.dtype)]
+    return form
+
+
+def _torch_gated(torch, case):
+    def formula(y, gate, scale):
+        v = (y.float() * torch.nn.functional.silu(gate.float())).unflatten(-1, (GROUPS, -1))
+        v = (v * torch.rsqrt(v.square().mean(-1, keepdim=True) + EPSILON)).flatten(-2)
+        return [(scale.float() * v.to(scale.dtype).float()).to(scale.dtype)]
+    return {"torch formula": formula}
+
+
+# ---- heads ----
+
+def _ours_heads(case, implementation):
+    return lambda x, scale: [jax_fusednorm.head_rms_norm_rope(x, scale, jnp.arange(case.shape[0]), theta=THETA, epsilon=EPSILON,
+                                                              implementation=implementation)]
+
+
+def _plain_heads(case):
+    half = case.width // 2
+
+    def form(x, scale):
+        y = _norm(x.astype(jnp.float32), scale)
+        angle = jnp.arange(case.shape[0], dtype=jnp.float32)[:, None, None] * THETA ** -(jnp.arange(half, dtype=jnp.float32) / half)
+        a, b, cos, sin = y[..., :half], y[..., half:], jnp.cos(angle), jnp.sin(angle)
+        return [jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(case.dtype)]
+    return form
+
+
+def _torch_heads(torch, case):
+    half = case.width // 2
+    angle = torch.arange(case.shape[0])[:, None, None] * THETA ** -(torch.arange(half) / half)
+    cos, sin = torch.cos(angle), torch.sin(angle)
+
+    def formula(x, scale):
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPSILON) * scale.float()
+        a, b = y[..., :half], y[..., half:]
+        return [torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(scale.dtype)]
+    return {"torch formula": formula}
+
+
+def _mlx_heads(mx, case):
+    def form(x, scale):  # tokens before channels is what mx.fast.rope wants; the transposes cost it nothing
+        y = mx.fast.rms_norm(x, scale, EPSILON).swapaxes(0, 1)
+        return [mx.fast.rope(y, case.width, traditional=False, base=THETA, scale=1.0, offset=0).swapaxes(0, 1)]
+    return {"mlx fast": form}
+
+
+OPS = {
+    "add_rms_norm": Op(2, 2, (4, 9), _ours("add_rms_norm"), _plain_norm, _torch_norm, _mlx_norm, all_gradients=False),
+    "rms_norm": Op(1, 1, (2, 5), _ours("rms_norm"), _plain_norm, _torch_norm, _mlx_norm),
+    "gated_group_rms_norm": Op(2, 1, (3, 8), _ours("gated_group_rms_norm", group_size=lambda case: case.width // GROUPS), _plain_gated,
+                               _torch_gated),
+    "head_rms_norm_rope": Op(1, 1, (2, 5), _ours_heads, _plain_heads, _torch_heads, _mlx_heads),
+}
+
+
 def arrays(op, case, seed=0):
     """float32 activations, scale and cotangents; each contestant converts them to its own arrays of the case's dtype."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)
-    several = lambda counts: [draw(*case.shape) for _ in range(counts[op])]
-    return several(ACTIVATIONS), 0.1 * draw(case.shape[-1]) + 1, several(RESULTS)
+    several = lambda count: [draw(*case.shape) for _ in range(count)]
+    return several(OPS[op].activations), 0.1 * draw(case.shape[-1]) + 1, several(OPS[op].results)
+
+
+def chained(form, count, activations, scale, between=lambda *arrays: arrays):
+    """The results of the last of `count` ops, each of which takes the one before's results for its first activations."""
+    for link in range(count):
+        activations = between(*activations) if link else activations
+        results = form(*activations, scale)
+        activations = [*results, *activations[len(results):]]
+    return results
 
 
 def jax_contestants(op, case, backward, lengths, implementation):
-    gated = op == "gated_group_rms_norm"
-
-    def plain(*args):
-        *activations, scale = args
-        if gated:
-            y, gate = (a.astype(jnp.float32) for a in activations)
-            v = (y * jax.nn.silu(gate)).reshape(*case.shape[:-1], GROUPS, -1)
-            v = (v * jax.lax.rsqrt(jnp.mean(v * v, axis=-1, keepdims=True) + EPSILON)).reshape(case.shape)
-            return [(v.astype(case.dtype).astype(jnp.float32) * scale.astype(jnp.float32)).astype(case.dtype)]
-        s = sum(a.astype(jnp.float32) for a in activations)
-        normed = s * jax.lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + EPSILON) * scale.astype(jnp.float32)
-        return [normed.astype(case.dtype), s.astype(case.dtype)][: len(activations)]
-
-    def ours(*args, implementation):
-        options = dict(group_size=case.width // GROUPS) if gated else {}
-        out = getattr(jax_fusednorm, op)(*args, epsilon=EPSILON, implementation=implementation, **options)
-        return list(out) if isinstance(out, tuple) else [out]
-
     activations, scale, cotangents = arrays(op, case)
     activations, cotangents = ([jnp.asarray(a, case.dtype) for a in xs] for xs in (activations, cotangents))
     scale = jnp.asarray(scale, case.scale_dtype)
-    forms = {OURS: functools.partial(ours, implementation=implementation),
-             OUR_JNP: functools.partial(ours, implementation="jnp"),
-             PLAIN: plain}
+    of = OPS[op]
+    forms = {OURS: of.ours(case, implementation), OUR_JNP: of.ours(case, "jnp"), PLAIN: of.plain(case)}
     wall = native.wall() or (lambda *arrays: arrays)
     for name, form in forms.items():
         def forward(count, activations, scale, form=form):
-            for link in range(count):
-                activations = wall(*activations) if link else activations
-                results = form(*activations, scale)
-                activations = [*results, *activations[len(results):]]
-            return results
+            return chained(form, count, activations, scale, wall)
 
         def both(count, activations, scale, cotangents, form=form):
             more = []
@@ -81,10 +192,9 @@ def jax_contestants(op, case, backward, lengths, implementation):
                     *activations, cotangents[0] = wall(*activations, cotangents[0])
                 results, pull = jax.vjp(form, *activations, scale)
                 activations = [*results, *activations[len(results):]]
-                # The residual's gradient equals x's; as one more output it would only add a copy, which torch does not make.
                 gradient, *others = pull(cotangents)
                 cotangents = [gradient, *cotangents[1:]]
-                more.append(others if gated else others[-1])
+                more.append(others if of.all_gradients else others[-1])
             return results, cotangents[0], more
 
         def waiting(count):
@@ -98,41 +208,20 @@ def jax_contestants(op, case, backward, lengths, implementation):
 def torch_contestants(op, case, backward, lengths, compiled=False):
     import torch
 
-    gated = op == "gated_group_rms_norm"
-
-    def library(*args):
-        *activations, scale = args
-        s = sum(activations[1:], activations[0])
-        return [torch.nn.functional.rms_norm(s, s.shape[-1:], scale, EPSILON), s][: len(activations)]
-
-    def formula(*args):
-        *activations, scale = args
-        if gated:
-            y, gate = (a.float() for a in activations)
-            v = (y * torch.nn.functional.silu(gate)).unflatten(-1, (GROUPS, -1))
-            v = (v * torch.rsqrt(v.square().mean(-1, keepdim=True) + EPSILON)).flatten(-2)
-            return [(scale.float() * v.to(scale.dtype).float()).to(scale.dtype)]
-        s = sum((a.float() for a in activations[1:]), activations[0].float())
-        normed = s * torch.rsqrt(s.square().mean(-1, keepdim=True) + EPSILON) * scale.float()
-        return [normed.to(scale.dtype), s.to(scale.dtype)][: len(activations)]
-
     convert = lambda a: torch.from_numpy(a).to(getattr(torch, case.dtype))
     activations, scale, cotangents = arrays(op, case)
     activations, cotangents = [convert(a).requires_grad_(backward) for a in activations], [*map(convert, cotangents)]
     scale = convert(scale).requires_grad_(backward)
-    forms = {"torch formula": formula} if gated else {"torch rms_norm": library, "torch formula": formula}
+    forms = OPS[op].torch(torch, case)
     if compiled:
-        forms["torch compiled"] = torch.compile(formula, dynamic=False)
+        forms["torch compiled"] = torch.compile(forms["torch formula"], dynamic=False)
     for name, form in forms.items():
         def with_gradients(form=form):
             return torch.autograd.grad(form(*activations, scale), [*activations, scale], cotangents)
 
         def forward(form=form, count=1):
             with torch.no_grad():
-                xs = activations
-                for _ in range(count):
-                    results = form(*xs, scale)
-                    xs = [*results, *xs[len(results):]]
+                chained(form, count, activations, scale)
 
         if backward:
             yield Contestant(name, with_gradients)
@@ -143,26 +232,18 @@ def torch_contestants(op, case, backward, lengths, compiled=False):
 def mlx_contestants(op, case, backward, lengths):
     import mlx.core as mx
 
-    def form(*args):
-        *activations, scale = args
-        s = sum(activations[1:], activations[0])
-        return [mx.fast.rms_norm(s, scale, EPSILON), s][: len(activations)]
-
     convert = lambda a: mx.array(a).astype(getattr(mx, case.dtype))
     activations, scale, cotangents = arrays(op, case)
     activations, scale, cotangents = [*map(convert, activations)], convert(scale), [*map(convert, cotangents)]
     mx.eval(activations, scale, cotangents)
+    for name, form in OPS[op].mlx(mx, case).items():
+        def forward(count=1, form=form):
+            mx.eval(chained(form, count, activations, scale))
 
-    def forward(count=1):
-        xs = activations
-        for _ in range(count):
-            xs = form(*xs, scale)
-        mx.eval(xs)
-
-    if backward:
-        yield Contestant("mlx fast", lambda: mx.eval(mx.vjp(form, [*activations, scale], cotangents)))
-    else:
-        yield Contestant("mlx fast", forward, tuple(functools.partial(forward, count=n) for n in lengths))
+        if backward:
+            yield Contestant(name, lambda form=form: mx.eval(mx.vjp(form, [*activations, scale], cotangents)))
+        else:
+            yield Contestant(name, forward, tuple(functools.partial(forward, count=n) for n in lengths))
 
 
 def version(module):
@@ -179,5 +260,5 @@ def contestants(op, case, *, backward, lengths, implementation, torch_compile):
     lengths = lengths if case.rows <= 16 else ()
     if version("torch"):
         yield from torch_contestants(op, case, backward, lengths, torch_compile)
-    if version("mlx.core") and op != "gated_group_rms_norm":
+    if version("mlx.core"):
         yield from mlx_contestants(op, case, backward, lengths)

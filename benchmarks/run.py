@@ -1,7 +1,7 @@
 """Time our ops against plain JAX, torch and MLX, side by side in one process.
 
-    python benchmarks/run.py [--op add_rms_norm|rms_norm|gated_group_rms_norm|all] [--cases decode,prefill] [--dtypes bfloat16,float32,float16]
-                             [--backward] [--platform cpu|cuda] [--implementation auto|kernel|host|...] [--torch-compile] [--quick]
+    python benchmarks/run.py [--op add_rms_norm|rms_norm|gated_group_rms_norm|head_rms_norm_rope|all] [--cases decode,prefill]
+                             [--dtypes bfloat16,float32,float16] [--backward] [--platform cpu|cuda] [--implementation auto|kernel|host|...] [--torch-compile] [--quick]
                              [--json FILE] [--check]
 
 Shapes are those of tests/cases.py, each in every dtype asked for, the scale in that dtype too. In every round each
@@ -22,7 +22,8 @@ backward together: the outputs, and the gradients of x, residual and scale for g
 Bytes of ours: one read of each activation and cotangent and one write of each result, per element of the dtype's size.
 add_rms_norm: 2 reads + 2 writes; its backward reads x, residual and two cotangents and writes the one gradient that both
 share: 9 in all. rms_norm: 1 + 1; its backward reads x and a cotangent and writes one gradient: 5 in all. gated_group_rms_norm: 2 + 1;
-its backward reads y, the gate and a cotangent and writes two gradients: 8 in all. Scale: not counted.
+its backward reads y, the gate and a cotangent and writes two gradients: 8 in all. head_rms_norm_rope: as rms_norm. Scale and positions:
+not counted.
 
 At the end each claim is judged by its worst shape: PASS, FAIL, or NOISY where a spread is above 30 %.
 
@@ -56,13 +57,15 @@ import gpu  # noqa: E402
 import native  # noqa: E402
 import peers  # noqa: E402
 
-ARRAYS = {("add_rms_norm", False): 4, ("add_rms_norm", True): 9, ("rms_norm", False): 2, ("rms_norm", True): 5,
-          ("gated_group_rms_norm", False): 3, ("gated_group_rms_norm", True): 8}
-OPS = tuple(dict.fromkeys(op for op, _ in ARRAYS))
+CASES = {"gated_group_rms_norm": {"decode": cases.GATED_DECODE, "prefill": cases.GATED_PREFILL},
+         "head_rms_norm_rope": {"decode": cases.HEADS_DECODE, "prefill": cases.HEADS_PREFILL}}
+NORMS = {"decode": cases.DECODE, "prefill": cases.PREFILL}
+QUICK = ((1, 1024), (1, 8192), (16, 1024), (16, 8192), (2048, 4096), (1, 7680), (16, 7680), (2048, 7680), (1, 32, 128), (16, 32, 128), (2048, 32, 128))
 # Large prefill cases: at least so many times faster than the baseline, by (op, backward) and dtype; and at least this share of the triad.
 FASTER = {("add_rms_norm", False): {"bfloat16": 6, "float32": 4}, ("add_rms_norm", True): {"bfloat16": 4, "float32": 3},
-          ("gated_group_rms_norm", False): {"bfloat16": 8}, ("gated_group_rms_norm", True): {"bfloat16": 4}}
-SHARE = {"add_rms_norm": 0.7, "gated_group_rms_norm": 0.45}
+          ("gated_group_rms_norm", False): {"bfloat16": 8}, ("gated_group_rms_norm", True): {"bfloat16": 4},
+          ("head_rms_norm_rope", False): {"bfloat16": 10}}
+SHARE = {"add_rms_norm": 0.7, "gated_group_rms_norm": 0.45, "head_rms_norm_rope": 0.4}
 CHAIN = {"decode": (10, 50), "prefill": (4, 8)}  # short and long
 NOISE = 0.3  # a spread above this on either side says nothing about the ratio
 PAUSE = 0.005  # seconds; OpenMP workers of the contestant before go on spinning for a while
@@ -109,7 +112,7 @@ def run_case(op, kind, case, arguments):
     samples = {key: t for key, t in times.items() if key[1] == "one call"}
     for name in [name for name, way in times if way == long]:
         samples[name, "in a program"] = (times[name, long] - times[name, short]) / (long - short)
-    moved = ARRAYS[op, arguments.backward] * jax.numpy.dtype(case.dtype).itemsize * math.prod(case.shape)
+    moved = peers.OPS[op].moved[arguments.backward] * jax.numpy.dtype(case.dtype).itemsize * math.prod(case.shape)
     for (name, way), sample in samples.items():
         yield dict(op=op, kind=kind, case=case.name, shape=list(case.shape), dtype=case.dtype, backward=arguments.backward,
                    way=way, contestant=name, bytes=moved, **summary(sample))
@@ -196,26 +199,25 @@ def machine(implementation):
 
 def selected(arguments):
     """Every (op, kind, case) asked for; cases.py names some shapes once for each dtype."""
-    for op in OPS if arguments.op == "all" else (arguments.op,):
-        shapes_of = {"decode": cases.GATED_DECODE, "prefill": cases.GATED_PREFILL} if op == "gated_group_rms_norm" else {
-            "decode": cases.DECODE, "prefill": cases.PREFILL}
+    for op in peers.OPS if arguments.op == "all" else (arguments.op,):
+        shapes_of = CASES.get(op, NORMS)
         for dtype in arguments.dtypes.split(","):
             for kind in arguments.cases.split(","):
                 shapes = dict.fromkeys(case.shape for case in shapes_of[kind])
                 if arguments.quick:
-                    shapes = [s for s in shapes if (s[0] in (1, 16) and s[1] in (1024, 7680, 8192)) or s in ((2048, 4096), (2048, 7680))]
+                    shapes = [shape for shape in shapes if shape in QUICK]
                 for shape in shapes if kind == "prefill" or not arguments.backward else ():
                     yield op, kind, cases.Case("x".join(map(str, shape)), shape, dtype, dtype)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=(*OPS, "all"), default="add_rms_norm")
+    parser.add_argument("--op", choices=(*peers.OPS, "all"), default="add_rms_norm")
     parser.add_argument("--cases", default="decode,prefill")
     parser.add_argument("--dtypes", default="bfloat16,float32,float16")
     parser.add_argument("--backward", action="store_true", help="forward and backward together, prefill cases only")
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu", help="cuda: device times on an NVIDIA GPU, see gpu.py; "
-                        "of the other options only --implementation counts there")
+                        "of the other options only --op and --implementation count there")
     parser.add_argument("--implementation", default="auto", help="of ours")
     parser.add_argument("--torch-compile", action="store_true", help="add torch.compile of the formula")
     parser.add_argument("--quick", action="store_true", help="a few shapes, fewer rounds")
@@ -223,7 +225,7 @@ def main():
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every claim holds")
     arguments = parser.parse_args()
     if arguments.platform == "cuda":
-        return gpu.main(arguments.implementation)
+        return gpu.main(arguments.implementation, arguments.op)
     arguments.rounds = {"decode": 9, "prefill": 7} if arguments.quick else {"decode": 25, "prefill": 11}
 
     console = Console(width=None if sys.stdout.isatty() else 180)
