@@ -13,6 +13,7 @@ import itertools
 import sys
 
 import jax
+import jax.numpy as jnp
 
 import jax_fusednorm
 import plain
@@ -38,6 +39,19 @@ def check(rows, width, dtype):
             yield functools.partial(op, implementation="cuda"), (*activations, *tail), (*(dx,) * len(activations), *tail)
 
 
+def heads(width, dtype):
+    """Both head ops in every style, with copies, from theta and from a table that ends; heads and tokens that fill no simdgroup."""
+    x, k = plain.draw(1, (5, 3, width), dtype), plain.draw(2, (5, 1, width), dtype)
+    positions, table = jnp.asarray([0, -1, 7, 100, 3]), plain.draw(3, (8, width // 4 * 2), "float32")
+    for style, placement in (("neox", "prefix"), ("neox", "suffix"), ("interleaved", "prefix"), ("proportional", "prefix")):
+        options = dict(style=style, placement=placement, implementation="cuda")
+        for scale in (plain.draw_scale(4, width, dtype), plain.draw_scale(4, width, "float32"), None):
+            copies = tuple(itertools.product(("bfloat16", "float32"), ("token_major", "head_major")))
+            yield jax_fusednorm.head_rms_norm_rope(x, scale, positions, copies=copies, **options)
+            yield jax_fusednorm.head_rms_norm_rope(x, scale, positions, freqs_cis=table, multiply_before_cast=False, **options)
+            yield jax_fusednorm.qk_rms_norm_rope(x, k, scale, scale, positions, round_before_rope=True, **options)
+
+
 def main():
     assert jax.default_backend() == "gpu", jax.default_backend()
     shapes = [(ROWS, width) for width in WIDTHS] + list(SEVERAL)
@@ -50,6 +64,9 @@ def main():
                     for (f, *_), (args, tangents) in zip(calls, operands)]
 
         jax.block_until_ready(everything([(args, tangents) for _, args, tangents in calls]))
+    for dtype in sys.argv[1:] or ("bfloat16", "float16", "float32"):
+        for width in (2, 30, 64, 80, 96, 128, 160, 256, 512, 576):
+            jax.block_until_ready(jax.jit(lambda: list(heads(width, dtype)))())
     print("every kernel ran")
 
 
