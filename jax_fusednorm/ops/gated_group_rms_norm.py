@@ -114,7 +114,7 @@ def _among_columns(part, gate, spec):
     """`part`, of y's shape, where _columns takes it from, and zeros in the rest of the gate."""
     if spec.gate_start is None:
         return part
-    part = part.reshape(*part.shape[:-2], -1)
+    part = part.reshape(*part.shape[:-2], math.prod(part.shape[-2:]))
     after = gate.shape[-1] - spec.gate_start - part.shape[-1]
     return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(spec.gate_start, after)])
 
