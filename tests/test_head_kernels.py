@@ -262,16 +262,29 @@ def test_a_heads_bits_depend_on_nothing_else(kernel, dtype, width):
         oracle.assert_same_bits(run(kernel, x[t:, h:], positions[t:], angles, rope, scale)[0], whole[t:, h:])
 
 
-def test_many_teams_agree_with_one_run_after_the_other(kernel):
-    tokens, runs = cases.repeated(kernel, 3000, 20)
-    x, k = draw(16, (tokens, 8, 128), "bfloat16"), draw(17, (tokens, 2, 128), "bfloat16")
-    rope, angles, positions = Rope(NEOX, 64), turns_of(inverse_frequencies(64)), np.arange(tokens, dtype=np.int32)
-    want = run(kernel, x, positions, angles, rope, k, has_k=True)
+@pytest.mark.parametrize("dtype, width, heads, rope", (
+    ("bfloat16", 128, (5, 6), Rope(NEOX, 64)), ("float32", 40, (2, 1), Rope(INTERLEAVED, 10, suffix=True)), ("float16", 520, (2, 1), Rope(NEOX, 65))),
+    ids=lambda value: value if isinstance(value, str) else "")
+def test_a_team_that_walks_all_heads_of_a_token_agrees_with_those_that_share_it(kernel, dtype, width, heads, rope):
+    """With so many tokens a GPU gives each to one team, and with few to many."""
+    tokens = 4200 if kernel == "cuda" else 2100
+    _, runs = cases.repeated(kernel, tokens, 20)
+    q, k = (draw(i, (tokens, n, width), dtype) for i, n in enumerate(heads))
+    scales = [draw_scale(i, width, dtype) for i in (26, 27)]
+    inverse, positions = inverse_frequencies(rope.pairs), np.arange(tokens, dtype=np.int32)
+
+    def call(some):
+        return run(kernel, q[some], positions[some], turns_of(inverse), rope, k[some], *scales, has_k=True)
+
+    both = call(slice(None))
+    angles = angles_of(positions, inverse)
+    for got, x, scale in zip(both, (q, k), scales):
+        assert_turned(got, *want_of(np.asarray(x), np.cos(angles), np.sin(angles), rope, scale=np.asarray(scale)), dtype)
     for i in (0, tokens // 2, tokens - 1):
-        for whole, alone in zip(want, run(kernel, x[i:i + 1], positions[i:i + 1], angles, rope, k[i:i + 1], has_k=True)):
+        for whole, alone in zip(both, call(slice(i, i + 1))):
             oracle.assert_same_bits(alone[0], whole[i])
     for _ in range(runs):
-        for got, first in zip(run(kernel, x, positions, angles, rope, k, has_k=True), want):
+        for got, first in zip(call(slice(None)), both):
             oracle.assert_same_bits(got, first)
 
 
