@@ -210,5 +210,6 @@ def test_arguments_of_the_gated_norm(says, change):
 
 def test_gate_start_may_be_an_integer_of_numpy():
     gate = jnp.arange(26.0).reshape(2, 13)
-    got = jax_fusednorm.gated_group_rms_norm(GATED_X, gate, GATED_SCALE, gate_start=np.int64(1), norm_before_gate=True, epsilon=0, activation="sigmoid")
+    options = dict(norm_before_gate=True, epsilon=0, activation="sigmoid")
+    got = jax_fusednorm.gated_group_rms_norm(GATED_X, gate, GATED_SCALE, gate_start=np.int64(1), **options)
     np.testing.assert_allclose(got, jax.nn.sigmoid(gate[:, 1:]), rtol=1e-6)

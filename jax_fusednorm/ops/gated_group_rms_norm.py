@@ -33,8 +33,8 @@ def gated_group_rms_norm(y, gate, scale, *, group_size=None, epsilon=1e-5, norm_
       group_size: static, a divisor of I; None: one group, the whole row.
       epsilon: static, finite, at least 0; added to the mean square. Kept in float32.
       norm_before_gate: static; False gates first (Mamba-2, Zamba2, Nemotron-H), True gates what is normalized (Qwen3-Next, Kimi-Linear).
-      gate_start: static; None, or the column of `gate` where its I columns start. They are read in place, wherever they start:
-        nothing is copied. The cotangent has gate's full width, and zeros elsewhere.
+      gate_start: static; None, or the column of `gate` where its I columns start. Kernels read a gate of y's dtype or float32
+        in place, wherever it starts: nothing is copied. The cotangent has gate's full width, and zeros elsewhere.
       activation: static, "silu" or "sigmoid".
       rounding: static. "storage": what is normalized is rounded to y's dtype before the scale (Hugging Face); "float32": the
         result is rounded once (mamba_ssm).
