@@ -173,7 +173,7 @@ def test_linearize_and_linear_transpose(implementation, tested):
     agree(evaluate, tested, implementation, args, like(args, 37), cotangents)
 
 
-@every_op
+@every_norm
 def test_numerical_derivatives_to_second_order(implementation, tested):
     args = tested.arguments((2, 6))
     check_grads(jax.jit(tested.bound(implementation)), args, order=2, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2, eps=1e-2)

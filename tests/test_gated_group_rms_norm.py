@@ -198,7 +198,7 @@ def test_derivatives(implementation, dtype):
             calls.append(call(shape, size, dtype, gate_dtype, (dtype, "float32")[j % 2],
                               width=None if start is None else start + shape[-1] + 5, gate_start=start,
                               norm_before_gate=order, activation=activation, rounding=rounding, out_dtype=out_dtype))
-    calls = some(implementation, calls, DTYPES.index(dtype), 2)
+    calls = calls[DTYPES.index(dtype) % 2::2]
     tangents = [tuple(draw(10 + k, a.shape, a.dtype) for k, a in enumerate(operands)) for operands, _ in calls]
     cotangents = [draw(20, operands[0].shape, options["out_dtype"] or dtype) for operands, options in calls]
 

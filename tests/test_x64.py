@@ -9,7 +9,7 @@ import pytest
 
 import oracle
 from jax_fusednorm import explain, rms_norm
-from ops import assert_trees_close, every_op, kernel_calls, loss
+from ops import assert_trees_close, every_norm, every_op, kernel_calls, loss
 from plain import OPTIONS, draw
 
 
@@ -56,7 +56,7 @@ def precise_loss(f):
     return lambda *a: sum(jnp.sin(o).sum() for o in f(*a))
 
 
-@every_op
+@every_norm
 def test_float64_checks_numerically(tested):
     from jax.test_util import check_grads
 
