@@ -33,6 +33,9 @@ def _grid(prefix, row_counts, widths, dtype, scale_dtype):
 
 DTYPES = ("float32", "bfloat16", "float16")
 SCALE_DTYPES = (*DTYPES, None)
+# Each dtype with a scale of its own dtype, of another, and with none, but not each pair: for tests that compile long.
+DTYPE_PAIRS = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", None),
+               ("float16", "float16"), ("float16", "float32"))
 
 # One token, and small batches of tokens, at the widths of today's models.
 DECODE_WIDTHS = (1024, 2048, 4096, 5120, 7168, 8192)

@@ -36,6 +36,8 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("kernel", kernels, indirect=True)
     elif "one_kernel" in metafunc.fixturenames:
         metafunc.parametrize("one_kernel", kernels[:1], indirect=True)
+    elif "jnp_or_one_kernel" in metafunc.fixturenames:
+        metafunc.parametrize("jnp_or_one_kernel", [name for name in names if name == "jnp"] + kernels[:1], indirect=True)
     elif "implementation" in metafunc.fixturenames:
         metafunc.parametrize("implementation", names, indirect=True)
 
@@ -90,6 +92,12 @@ def kernel(request):
 @pytest.fixture
 def one_kernel(request):
     """`kernel`, for tests of what is decided before a launcher is chosen: the first of them stands for all."""
+    yield from _watched(request)
+
+
+@pytest.fixture
+def jnp_or_one_kernel(request):
+    """`implementation`, for the same tests of the reference too."""
     yield from _watched(request)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import oracle
-from cases import (DECODE, DTYPES, EDGE_WIDTHS, HUGE_WIDTHS, LEADING, MODELS, ROWS, SCALE_DTYPES, SLOW_ROWS,
+from cases import (DECODE, DTYPE_PAIRS, DTYPES, EDGE_WIDTHS, HUGE_WIDTHS, LEADING, MODELS, ROWS, SCALE_DTYPES, SLOW_ROWS,
                    TAIL_WIDTHS, WIDTHS, some)
 from jax_fusednorm import add_rms_norm
 from plain import OPTIONS, draw, draw_scale, options_for
@@ -179,8 +179,7 @@ def derivative_arguments(dtype, scale_dtype):
     return arguments
 
 
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, scale_dtype", DTYPE_PAIRS)
 def test_derivatives(implementation, dtype, scale_dtype):
     arguments = derivative_arguments(dtype, scale_dtype)
     for i, options in enumerate(options_for(scale_dtype)):

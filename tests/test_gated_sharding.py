@@ -45,16 +45,16 @@ KERNELS = {"forward": 1, "backward": 2}
 @every_direction
 @one_kind
 @pytest.mark.parametrize("gate_start", (None, 3))
-def test_rows_keep_the_kernel(kernel, types, direction, gate_start):
-    found = check(kernel, direction, types, operands(32 if gate_start is None else 50), (P("b", "s"), P("b", "s"), P()),
+def test_rows_keep_the_kernel(one_kernel, types, direction, gate_start):
+    found = check(one_kernel, direction, types, operands(32 if gate_start is None else 50), (P("b", "s"), P("b", "s"), P()),
                   dict(GROUPS, gate_start=gate_start))
     assert found == {"kernels": KERNELS[direction], "all-gather": 0, "all-reduce": int(direction == "backward"), "other": 0}
 
 
 @every_direction
 @one_kind
-def test_whole_groups_keep_the_kernel(kernel, types, direction):
-    found = check(kernel, direction, types, operands(), (P("b", None, "s"), P("b", None, "s"), P("s")), GROUPS)
+def test_whole_groups_keep_the_kernel(one_kernel, types, direction):
+    found = check(one_kernel, direction, types, operands(), (P("b", None, "s"), P("b", None, "s"), P("s")), GROUPS)
     # under Auto meshes the scale's gradient is given back whole
     gathers = int(direction == "backward" and types == MESHES["auto"])
     assert found == {"kernels": KERNELS[direction], "all-gather": gathers, "all-reduce": int(direction == "backward"), "other": 0}
@@ -62,8 +62,8 @@ def test_whole_groups_keep_the_kernel(kernel, types, direction):
 
 @every_direction
 @one_kind
-def test_cut_groups_run_the_reference(kernel, types, direction):
-    found = check(kernel, direction, types, operands(), (P("b", None, "s"), P("b", None, "s"), P("s")), {})
+def test_cut_groups_run_the_reference(one_kernel, types, direction):
+    found = check(one_kernel, direction, types, operands(), (P("b", None, "s"), P("b", None, "s"), P("s")), {})
     assert found["kernels"] == 0
     if direction == "forward":
         assert found == {"kernels": 0, "all-gather": 0, "all-reduce": 1, "other": 0}
@@ -71,15 +71,15 @@ def test_cut_groups_run_the_reference(kernel, types, direction):
 
 @every_direction
 @one_kind
-def test_a_gate_in_place_beside_cut_channels_is_right(kernel, types, direction):
+def test_a_gate_in_place_beside_cut_channels_is_right(one_kernel, types, direction):
     for columns in (P("b"), P("b", None, "s")):
-        check(kernel, direction, types, operands(50), (P("b", None, "s"), columns, P("s")), dict(GROUPS, gate_start=3))
+        check(one_kernel, direction, types, operands(50), (P("b", None, "s"), columns, P("s")), dict(GROUPS, gate_start=3))
 
 
-def test_a_scale_cut_over_the_axis_of_the_rows_is_right(kernel):
+def test_a_scale_cut_over_the_axis_of_the_rows_is_right(one_kernel):
     for rows in (P("b"), P("b", None, "s")):
         for direction in ("forward", "backward"):
-            check(kernel, direction, MESHES["auto"], operands(), (rows, rows, P("b")), GROUPS)
+            check(one_kernel, direction, MESHES["auto"], operands(), (rows, rows, P("b")), GROUPS)
 
 
 @one_kind

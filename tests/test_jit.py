@@ -268,10 +268,10 @@ def test_the_context_is_left_after_an_error():
 def test_explain_says_what_runs_on_each_platform(implementation):
     x = jax.ShapeDtypeStruct((2, 24), jnp.bfloat16)
     for tested in ALL:
-        args = (x,) * tested.rows
-        found = explain(tested.op, *args, implementation=implementation if implementation != "jnp" else "auto")
+        args, options = tested.arguments((2, 24), "bfloat16"), dict(tested.options)
+        found = explain(tested.op, *args, implementation=implementation if implementation != "jnp" else "auto", **options)
         assert {"cpu", "cuda", "tpu"} <= set(found)
-        assert "jnp" in str(explain(tested.op, *args, implementation="jnp")["cpu"])
+        assert "jnp" in str(explain(tested.op, *args, implementation="jnp", **options)["cpu"])
         if implementation not in ("jnp", "cuda"):
             assert str(found["cpu"]).startswith(implementation)
     assert all(str(explain(rms_norm, x)[p]).startswith("jnp") for p in ("tpu", "rocm", "mps"))

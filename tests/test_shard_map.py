@@ -33,29 +33,29 @@ def unsharded(tested, args):
 
 @every_op
 @MESHES
-def test_grad_of_shard_map(implementation, tested, axis_type):
+def test_grad_of_shard_map(jnp_or_one_kernel, tested, axis_type):
     mesh, args = mesh_of(axis_type), tested.arguments(SHAPE)
-    sharded = jax.shard_map(tested.bound(implementation), mesh=mesh, in_specs=specs(tested), out_specs=P("b", "s"))
+    sharded = jax.shard_map(tested.bound(jnp_or_one_kernel), mesh=mesh, in_specs=specs(tested), out_specs=P("b", "s"))
     argnums = tuple(range(len(args)))
     got = jax.jit(lambda *a: (sharded(*a), jax.grad(loss(sharded), argnums)(*a)))(*placed(mesh, args, specs(tested)))
     assert_trees_close(got, unsharded(tested, args))
 
 
 @every_op
-def test_grad_inside_shard_map(implementation, tested):
+def test_grad_inside_shard_map(jnp_or_one_kernel, tested):
     mesh, args = mesh_of(AxisType.Auto), tested.arguments(SHAPE)
     argnums = tuple(range(len(args)))
 
     def inside(*a):
         # the loss of the shards together; the scale is the same on all of them
-        return jax.grad(lambda *a: jax.lax.psum(loss(tested.bound(implementation))(*a), ("b", "s")), argnums)(*a)
+        return jax.grad(lambda *a: jax.lax.psum(loss(tested.bound(jnp_or_one_kernel))(*a), ("b", "s")), argnums)(*a)
 
     got = jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=specs(tested), out_specs=specs(tested)))(*args)
     assert_trees_close(got, unsharded(tested, args)[1])
 
 
 @every_op
-def test_second_order_and_jvp_through_shard_map(implementation, tested):
+def test_second_order_and_jvp_through_shard_map(jnp_or_one_kernel, tested):
     mesh, args = mesh_of(AxisType.Auto), tested.arguments((4, 2, 12))
     argnums = tuple(range(len(args)))
     tangents = tested.arguments((4, 2, 12), seed=50)
@@ -63,25 +63,25 @@ def test_second_order_and_jvp_through_shard_map(implementation, tested):
     def evaluate(f):
         return jax.jit(lambda a, t: (jax.jvp(f, a, t), jax.jvp(jax.grad(loss(f), argnums), a, t)))(args, tangents)
 
-    sharded = jax.shard_map(tested.bound(implementation), mesh=mesh, in_specs=specs(tested), out_specs=P("b", "s"))
+    sharded = jax.shard_map(tested.bound(jnp_or_one_kernel), mesh=mesh, in_specs=specs(tested), out_specs=P("b", "s"))
     assert_trees_close(evaluate(sharded), evaluate(tested.plain), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tested", (ADD_RMS_NORM, ADD_RMS_NORM_STORAGE), ids=str)
-def test_a_replicated_residual_inside_shard_map(implementation, tested):
+def test_a_replicated_residual_inside_shard_map(jnp_or_one_kernel, tested):
     mesh, (x, residual, scale) = mesh_of(AxisType.Auto, (4,), ("b",)), tested.arguments((4, 24))
     residual, argnums = residual[:1], (0, 1, 2)
 
     def spread(f):
         return lambda x, residual, scale: f(x, jnp.broadcast_to(residual, x.shape), scale)
 
-    sharded = jax.shard_map(tested.bound(implementation), mesh=mesh, in_specs=(P("b"), P(), P()), out_specs=P("b"))
+    sharded = jax.shard_map(tested.bound(jnp_or_one_kernel), mesh=mesh, in_specs=(P("b"), P(), P()), out_specs=P("b"))
     got, want = (jax.jit(jax.grad(loss(f), argnums))(x, residual, scale) for f in (sharded, spread(tested.plain)))
     assert_trees_close(got, want)
 
 
 @every_op
-def test_remat_and_scan_inside_shard_map(implementation, tested):
+def test_remat_and_scan_inside_shard_map(jnp_or_one_kernel, tested):
     mesh, args = mesh_of(AxisType.Auto), tested.arguments(SHAPE)
     argnums = tuple(range(len(args)))
 
@@ -91,15 +91,15 @@ def test_remat_and_scan_inside_shard_map(implementation, tested):
             return (jax.lax.scan(step, a[0], None, length=3)[0],)
         return stack
 
-    sharded = jax.shard_map(layers(tested.bound(implementation)), mesh=mesh, in_specs=specs(tested), out_specs=P("b", "s"))
+    sharded = jax.shard_map(layers(tested.bound(jnp_or_one_kernel)), mesh=mesh, in_specs=specs(tested), out_specs=P("b", "s"))
     got, want = (jax.jit(jax.grad(loss(f), argnums))(*args) for f in (sharded, layers(tested.plain)))
     assert_trees_close(got, want)
 
 
 @every_op
-def test_vmap_of_shard_map_and_shard_map_of_vmap(implementation, tested):
+def test_vmap_of_shard_map_and_shard_map_of_vmap(jnp_or_one_kernel, tested):
     mesh, args = mesh_of(AxisType.Auto), tested.arguments((3, *SHAPE))
-    axes, f = (0,) * tested.rows + (None,), tested.bound(implementation)
+    axes, f = (0,) * tested.rows + (None,), tested.bound(jnp_or_one_kernel)
     outside = jax.vmap(jax.shard_map(f, mesh=mesh, in_specs=specs(tested), out_specs=P("b", "s")), axes)
     inner = specs(tested, P(None, "b", "s"))
     inside = jax.shard_map(jax.vmap(f, axes), mesh=mesh, in_specs=inner, out_specs=P(None, "b", "s"))
@@ -109,18 +109,18 @@ def test_vmap_of_shard_map_and_shard_map_of_vmap(implementation, tested):
 
 
 @every_op
-def test_the_kernel_runs_inside_shard_map(implementation, tested):
+def test_the_kernel_runs_inside_shard_map(jnp_or_one_kernel, tested):
     mesh, args = mesh_of(AxisType.Auto), tested.arguments(SHAPE)
-    sharded = jax.shard_map(tested.bound(implementation), mesh=mesh, in_specs=specs(tested), out_specs=P("b", "s"))
-    assert kernel_calls(sharded, *args) == kernels_expected(implementation)
+    sharded = jax.shard_map(tested.bound(jnp_or_one_kernel), mesh=mesh, in_specs=specs(tested), out_specs=P("b", "s"))
+    assert kernel_calls(sharded, *args) == kernels_expected(jnp_or_one_kernel)
 
 
 @every_op
 @MESHES
 @pytest.mark.parametrize("rows", (P("b"), P("b", "s"), P(("b", "s")), P(None, "s")), ids=str)
-def test_sharded_arguments_of_jit(implementation, tested, axis_type, rows):
+def test_sharded_arguments_of_jit(jnp_or_one_kernel, tested, axis_type, rows):
     mesh, args = mesh_of(axis_type), tested.arguments(SHAPE)
-    f, argnums = tested.bound(implementation), tuple(range(len(args)))
+    f, argnums = tested.bound(jnp_or_one_kernel), tuple(range(len(args)))
     placed_args = placed(mesh, args, specs(tested, rows))
     with jax.set_mesh(mesh):
         step = jax.jit(lambda *a: (f(*a), jax.grad(loss(f), argnums)(*a)))
@@ -132,32 +132,32 @@ def test_sharded_arguments_of_jit(implementation, tested, axis_type, rows):
 
 
 @every_op
-def test_a_sharded_reduced_axis(implementation, tested):
+def test_a_sharded_reduced_axis(jnp_or_one_kernel, tested):
     mesh, args = mesh_of(AxisType.Auto), tested.arguments(SHAPE)
-    f, argnums = tested.bound(implementation), tuple(range(len(args)))
+    f, argnums = tested.bound(jnp_or_one_kernel), tuple(range(len(args)))
     got = jax.jit(lambda *a: (f(*a), jax.grad(loss(f), argnums)(*a)))(*placed(mesh, args, specs(tested, P("b", None, "s"), P("s"))))
     assert_trees_close(got, unsharded(tested, args))
 
 
 @every_op
-def test_a_sharded_scale(implementation, tested):
+def test_a_sharded_scale(jnp_or_one_kernel, tested):
     mesh, args = mesh_of(AxisType.Auto), tested.arguments(SHAPE)
-    f, argnums = tested.bound(implementation), tuple(range(len(args)))
+    f, argnums = tested.bound(jnp_or_one_kernel), tuple(range(len(args)))
     got = jax.jit(lambda *a: (f(*a), jax.grad(loss(f), argnums)(*a)))(*placed(mesh, args, specs(tested, P("b"), P("b"))))
     assert_trees_close(got, unsharded(tested, args))
 
 
 @every_op
-def test_eager_calls_on_sharded_arrays(implementation, tested):
+def test_eager_calls_on_sharded_arrays(jnp_or_one_kernel, tested):
     mesh, args = mesh_of(AxisType.Auto), tested.arguments(SHAPE)
-    got = tested.bound(implementation)(*placed(mesh, args, specs(tested)))
+    got = tested.bound(jnp_or_one_kernel)(*placed(mesh, args, specs(tested)))
     assert_trees_close(got, unsharded(tested, args)[0])
 
 
 @every_op
-def test_arrays_on_another_device_than_the_first(implementation, tested):
+def test_arrays_on_another_device_than_the_first(jnp_or_one_kernel, tested):
     args = tested.arguments(SHAPE)
     there = [jax.device_put(a, jax.devices()[3]) for a in args]
-    for got, want in zip(tested.bound(implementation)(*there), tested.bound(implementation)(*args)):
+    for got, want in zip(tested.bound(jnp_or_one_kernel)(*there), tested.bound(jnp_or_one_kernel)(*args)):
         assert got.devices() == {jax.devices()[3]}
         oracle.assert_same_bits(got, np.asarray(want))

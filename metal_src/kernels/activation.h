@@ -3,7 +3,7 @@
 #include "dtypes.h"
 
 #ifndef HARDWARE_EXP  // else compat/ has these two, which are accurate enough and faster
-// exp(x) within 1.5 units in the last place where the result lies between 2^-126.5 and 2^127.5; below that 0, above it inf; nan of nan.
+// exp(x) within 1.2 units in the last place where the result lies between 2^-126.5 and 2^127.5; below that 0, above it inf; nan of nan.
 // x = n log 2 + r: adding 1.5 * 2^23 rounds to n and leaves it in the last bits. n's product with the first part of log 2 is exact.
 inline float exponential(float x) {
   x = x > 89.0f ? 89.0f : x;

@@ -1,7 +1,8 @@
 // v = y * act(gate); out = scale * rounded(v * rsqrt(mean(v^2) + epsilon)), each group of a row by itself.
 // NORM_FIRST: v = y, and out is multiplied by act(gate) last.
 // 0 y [rows, groups * width] T · 1 gate [rows, gate_width] G · 2 scale [groups * width] W · 3 out [rows, groups * width] O · 4 params
-// grid: ceil(rows * groups / TEAMS) threadgroups of TEAMS * SG * 32 threads; TEAMS == 1 when SG > 1. threadgroup memory: SG floats.
+// grid: ceil(rows * groups / TEAMS) threadgroups of TEAMS * SG * 32 threads; TEAMS == 1 when SG > 1.
+// threadgroup memory: SG floats; none, and no barrier, where SG == 1: groups of up to 1 KiB of y (launch/shape.h).
 // bytes: 1 read of y and of the gate's columns (2 when R = 0) and 1 write of out.
 #include "activation.h"
 #include "norm.h"
