@@ -37,8 +37,7 @@ def calls_for(shapes, dtype, scale_dtype):
             for shape in shapes]
 
 
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, scale_dtype", DTYPE_PAIRS)
 def test_every_width_dtype_and_option(implementation, dtype, scale_dtype):
     for i, options in enumerate(options_for(scale_dtype)):
         for j, sum_rounding in enumerate(SUM_ROUNDINGS):

@@ -33,8 +33,7 @@ def calls_for(shapes, dtype, scale_dtype):
     return [(draw(1, shape, dtype, spread=2.0), draw(2, shape, dtype), draw_scale(3, shape[-1], scale_dtype)) for shape in shapes]
 
 
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, scale_dtype", DTYPE_PAIRS)
 def test_every_width_dtype_and_option(implementation, dtype, scale_dtype):
     for i, options in enumerate(options_for(scale_dtype)):
         for j, norm_rounding in enumerate(NORM_ROUNDINGS):
