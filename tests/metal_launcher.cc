@@ -62,7 +62,7 @@ std::string call(uint32_t rows, uint32_t width, bool with_scale, size_t floats_o
   launch.bind(normed.data, bytes, true);
   launch.over(rows, at, 0, 0, params);
   launcher::Context context(nullptr, nullptr);
-  const xla::ffi::Error error = launcher::run(context, launch);
+  const xla::ffi::Error error = launcher::run(context, &launch, 1);
   if (error.failure()) return error.message();
   return close(normed.data, norm(x.data, rows, width, with_scale ? 2 : 1)) ? "" : "a wrong value";
 }

@@ -119,6 +119,16 @@ def gated_group_rms_norm(y, gate, scale, *, group_size=None, epsilon=1e-5, norm_
         return rounded(v.reshape(y.shape), y.dtype if out_dtype is None else out_dtype)
 
 
+def _project(x, weight, transpose_b):
+    with np.errstate(all="ignore"):
+        return rounded(wide(x) @ (wide(weight).T if transpose_b else wide(weight)), x.dtype)
+
+
+def matmul_partial_rms_norm(x, weight, scale, *, transpose_b=True, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True):
+    y, n = _project(x, weight, transpose_b), len(scale)
+    return _normed(y[..., :n], scale, x.dtype, epsilon, scale_offset, multiply_before_cast), y[..., n:]
+
+
 # Derivatives. Roundings count as identity, so nothing below rounds but the sum that the derivative is taken at; the
 # second value of each pair is the size of the row's largest summand, against which cancellation is to be judged.
 
@@ -254,6 +264,24 @@ def head_rms_norm_rope(x, scale, positions, *, theta=10000.0, rope_dim=None, sty
         size[..., a] = size[..., b] = np.abs(y[..., a]) + np.abs(y[..., b])
     known = known[..., None, None]
     return np.where(known, out, 0.0), np.where(known, size, 0.0)
+
+
+def matmul_partial_rms_norm_vjp(x, weight, scale, dnormed, dunnormed, *, transpose_b=True, epsilon=1e-6, scale_offset=0.0,
+                                multiply_before_cast=True):
+    """(cotangent of x, its row size), (cotangent of weight, its size), cotangent of scale."""
+    y, n = _project(x, weight, transpose_b), len(scale)
+    dy, _, dscale = _vjp_at(y[..., :n], wide(dnormed), scale, x.dtype, epsilon, scale_offset, multiply_before_cast)
+    dy = np.concatenate([dy, wide(dunnormed)], axis=-1)
+    rows, drows = wide(x).reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    of_n_and_k = wide(weight) if transpose_b else wide(weight).T
+
+    def products(a, b):
+        product, size = a @ b, np.abs(a) @ np.abs(b)
+        return product, np.max(size, initial=0.0)
+
+    dx, x_size = products(drows, of_n_and_k)
+    dweight, weight_size = products(drows.T, rows)
+    return (dx.reshape(x.shape), x_size), (dweight if transpose_b else dweight.T, weight_size), dscale
 
 
 # Comparisons.

@@ -60,6 +60,12 @@ def gated_group_rms_norm(y, gate, scale, *, group_size=None, epsilon=1e-5, norm_
     return (v * scale.astype(wider) * (act if norm_before_gate else 1)).astype(y.dtype)
 
 
+def matmul_partial_rms_norm(x, weight, scale, *, transpose_b=True, **options):
+    wider = jnp.promote_types(x.dtype, jnp.float32)
+    y = jnp.einsum("...k,nk->...n" if transpose_b else "...k,kn->...n", x.astype(wider), weight.astype(wider), precision="highest").astype(x.dtype)
+    return rms_norm(y[..., :len(scale)], scale, **options), y[..., len(scale):]
+
+
 def _values(seed, shape, spread=0.0):
     rng = np.random.default_rng([seed, *shape])
     values = rng.standard_normal(shape)

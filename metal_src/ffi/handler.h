@@ -15,6 +15,10 @@ using Out = ffi::Result<ffi::AnyBuffer>;
 
 inline ffi::Error refuse(const std::string& message) { return ffi::Error::InvalidArgument("jax_fusednorm: " + message); }
 
+namespace launcher {
+inline ffi::Error run(Context& context, const Launch& launch) { return run(context, &launch, 1); }
+}  // namespace launcher
+
 inline bool storage_of(ffi::DataType dtype, Argument* out) {
   switch (dtype) {
     case ffi::DataType::F32: *out = Argument::Float; return true;

@@ -51,3 +51,21 @@ struct HeadNormRopeParams {
   float epsilon;
   float scale_offset;
 };
+
+struct PartialNormParams {
+  uint rows;
+  uint width;    // columns that are normed
+  uint columns;  // in all
+  float epsilon;
+  float scale_offset;
+};
+
+enum { outputs_a_team = 4 };  // of matvec
+enum { together = 8 };        // rows of weight that vecmat reads
+
+struct MatvecParams {
+  uint rows;
+  uint width;    // elements that are summed
+  uint outputs;
+  uint strip;    // outputs a team of vecmat
+};

@@ -1,5 +1,5 @@
-// What a handler asks of a launcher: one kernel, over a number of teams. Every library is built with one launcher, which defines
-// Context (what it needs of XLA) and run().
+// What a handler asks of a launcher: kernels, each over a number of teams. Every library is built with one launcher, which defines
+// Context (what it needs of XLA) and run(), for launches of which each may read what those before it wrote.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,6 +7,8 @@
 
 // A kernel's template arguments, in the order it declares them; the launcher adds the shape (V, R, SG, TEAMS).
 enum class Argument : uint8_t { False, True, Float, Bfloat, Half, Ones, Halves, Adjacent, Apart };
+
+constexpr int most_launches = 2;  // of one call
 
 inline Argument flag(bool value) { return value ? Argument::True : Argument::False; }
 inline int bytes_of(Argument storage) { return storage == Argument::Float ? 4 : 2; }
@@ -23,6 +25,7 @@ struct Launch {
   uint32_t width;             // elements that a team shares
   int element_bytes;          // of each of them
   bool heads = false;         // they are heads, which are narrower than rows
+  bool aligned = true;        // rows of whole packs start at multiples of a pack
   uint32_t kept;              // rows that a team keeps between its sweeps, where that takes memory of its own
   size_t bytes;               // that one team moves
   const void* params;

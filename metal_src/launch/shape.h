@@ -39,9 +39,10 @@ constexpr Shape head_shapes[head_steps][2] = {  // of 2-byte and of 4-byte eleme
     {{8, 2, 1, 4}, {1, 2, 1, 4}}, {{4, 6, 1, 4}, {1, 4, 1, 4}}, {{2, 10, 1, 4}, {1, 8, 1, 4}}, {{1, 16, 1, 4}, {1, 16, 1, 4}}};
 constexpr int step_count = row_steps + head_steps;
 
-constexpr int step_of(uint32_t width, int element_bytes) {
+// `aligned`: rows of whole packs start at multiples of a pack.
+constexpr int step_of(uint32_t width, int element_bytes, bool aligned = true) {
   const uint64_t row_bytes = uint64_t(width) * element_bytes;
-  const bool packed = row_bytes % load_bytes == 0;  // then every row starts at a multiple of the pack, too
+  const bool packed = aligned && row_bytes % load_bytes == 0;
   int step = 0;
   while (steps[step].widest < row_bytes || steps[step].packed != packed) ++step;
   return step;
@@ -61,8 +62,8 @@ constexpr bool every_kept_row_fits() {
 static_assert(every_kept_row_fits(), "a step whose threads keep too little for its widest row");
 
 // `most`: simdgroups that a threadgroup may have, where the driver allows fewer.
-constexpr Shape shape_of(uint32_t width, int element_bytes, int most = most_simdgroups) {
-  const Shape shape = shape_at(step_of(width, element_bytes), element_bytes);
+constexpr Shape shape_of(uint32_t width, int element_bytes, bool aligned = true, int most = most_simdgroups) {
+  const Shape shape = shape_at(step_of(width, element_bytes, aligned), element_bytes);
   return shape.sg * shape.teams <= most ? shape : Shape{shape.v, 0, most, 1};
 }
 

@@ -68,10 +68,8 @@ Status ask() {
   return {true, built};
 }
 
-}  // namespace
-
 ffi::Error run(Context stream, const Launch& launch) {
-  const int step = (launch.heads ? head_step_of : step_of)(launch.width, launch.element_bytes);
+  const int step = launch.heads ? head_step_of(launch.width, launch.element_bytes) : step_of(launch.width, launch.element_bytes, launch.aligned);
   const Shape shape = shape_at(step, launch.element_bytes);
   const cuda::Entry kernel = cuda::find(launch, step);
   if (!kernel) return ffi::Error(ffi::ErrorCode::kUnimplemented, "the cuda library has no kernel " + spelled(launch));
@@ -89,6 +87,14 @@ ffi::Error run(Context stream, const Launch& launch) {
   if (error == cudaSuccess) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kInternal, "jax_fusednorm: " + spelled(launch) + " on " + std::to_string(blocks) + " blocks of " +
                                                    std::to_string(threads) + " threads: " + cudaGetErrorString(error));
+}
+
+}  // namespace
+
+ffi::Error run(Context stream, const Launch* launches, int count) {
+  for (int i = 0; i < count; ++i)
+    if (ffi::Error error = run(stream, launches[i]); error.failure()) return error;
+  return ffi::Error::Success();
 }
 
 std::string status(bool* usable) {

@@ -17,7 +17,10 @@ using Context = cudaStream_t;
 constexpr int threads_a_team = 32;
 constexpr uint32_t enough_teams = 4096;
 
-xla::ffi::Error run(Context stream, const Launch& launch);
+// Outputs that a team of vecmat makes: what threads side by side read of a row is a whole sector of memory.
+constexpr uint32_t strip = 16;
+
+xla::ffi::Error run(Context stream, const Launch* launches, int count);
 std::string status(bool* usable);  // what runs the kernels, for people; or why nothing does
 void poison_outputs(bool on);      // tests: fill every result with NaN before the kernel runs
 

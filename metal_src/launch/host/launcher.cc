@@ -140,8 +140,6 @@ ffi::Error no_memory(const Launch& launch) {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, spelled(launch) + ": no memory for the rows it keeps");
 }
 
-}  // namespace
-
 ffi::Error run(Context& pool, const Launch& launch) {
   const Entry entry = host::find(launch.kernel, launch.variant, host::level());
   if (!entry) return ffi::Error(ffi::ErrorCode::kUnimplemented, "the host library has no kernel " + spelled(launch));
@@ -174,6 +172,14 @@ ffi::Error run(Context& pool, const Launch& launch) {
   work->help();
   work->wait();
   return work->out_of_memory ? no_memory(launch) : ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error run(Context& pool, const Launch* launches, int count) {
+  for (int i = 0; i < count; ++i)
+    if (ffi::Error error = run(pool, launches[i]); error.failure()) return error;
+  return ffi::Error::Success();
 }
 
 std::string status(bool* usable) {

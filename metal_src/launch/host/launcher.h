@@ -14,7 +14,10 @@ using Context = xla::ffi::ThreadPool;
 constexpr int threads_a_team = 1;
 constexpr uint32_t enough_teams = 1;
 
-xla::ffi::Error run(Context& pool, const Launch& launch);
+// Outputs that a team of vecmat makes: a thread reads that many elements of a row at a time.
+constexpr uint32_t strip = 512;
+
+xla::ffi::Error run(Context& pool, const Launch* launches, int count);
 std::string status(bool* usable);  // what runs the kernels, for people; or why nothing does
 void poison_outputs(bool on);      // tests: fill every result with NaN before the kernel runs
 

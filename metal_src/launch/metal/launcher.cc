@@ -72,7 +72,8 @@ int threads_of(const Shape& shape) { return shape.teams * shape.sg * simd_width;
 // A compiled kernel and its shape: the one that the width wants, or one with fewer threads if the kernel's registers allow no more.
 ffi::Error prepare(const Launch& launch, Shape* shape, std::string* name, MetalPipeline* pipeline) {
   for (int most = most_simdgroups;; most = int(pipeline->max_threads) / simd_width) {
-    *shape = (launch.heads ? shape_of_head : shape_of)(launch.width, launch.element_bytes, most);
+    *shape = launch.heads ? shape_of_head(launch.width, launch.element_bytes, most)
+                          : shape_of(launch.width, launch.element_bytes, launch.aligned, most);
     *name = spelled(launch, *shape);
     Instance& instance = instance_of(*name);
     std::lock_guard<std::mutex> guard(instance.lock);
@@ -87,24 +88,30 @@ ffi::Error prepare(const Launch& launch, Shape* shape, std::string* name, MetalP
 
 }  // namespace
 
-ffi::Error run(Context&, const Launch& launch) {
-  if (const char* why = metal_unavailable()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, ::spelled(launch) + ": " + why);
-  if (poison)
-    for (int i = 0; i < launch.buffer_count; ++i)
-      if (launch.written[i]) std::memset(launch.buffers[i], 0xff, launch.buffer_bytes[i]);
-  if (launch.teams == 0) return ffi::Error::Success();
+ffi::Error run(Context&, const Launch* launches, int count) {
+  if (const char* why = metal_unavailable()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, ::spelled(launches[0]) + ": " + why);
+  MetalDispatch dispatches[most_launches];
+  MetalArray arrays[most_launches][16];
+  int dispatched = 0;
+  std::string names;
+  for (const Launch* launch = launches; launch < launches + count; ++launch) {
+    if (poison)
+      for (int i = 0; i < launch->buffer_count; ++i)
+        if (launch->written[i]) std::memset(launch->buffers[i], 0xff, launch->buffer_bytes[i]);
+    if (launch->teams == 0) continue;
 
-  Shape shape;
-  std::string name;
-  MetalPipeline pipeline;
-  if (ffi::Error error = prepare(launch, &shape, &name, &pipeline); error.failure()) return error;
-  MetalArray arrays[16];
-  for (int i = 0; i < launch.buffer_count; ++i) arrays[i] = {launch.buffers[i], launch.buffer_bytes[i], launch.written[i]};
-  const uint32_t groups = uint32_t((uint64_t(launch.teams) + shape.teams - 1) / shape.teams);
-  const size_t scratch_bytes = size_t(scratch_of(shape));
-  const MetalDispatch dispatch{pipeline, arrays, launch.buffer_count, launch.params, launch.params_bytes, groups, uint32_t(threads_of(shape)), scratch_bytes};
-  char* const error = metal_run(&dispatch, 1);
-  return error ? failed(ffi::ErrorCode::kInternal, name, error) : ffi::Error::Success();
+    Shape shape;
+    std::string name;
+    MetalPipeline pipeline;
+    if (ffi::Error error = prepare(*launch, &shape, &name, &pipeline); error.failure()) return error;
+    for (int i = 0; i < launch->buffer_count; ++i) arrays[dispatched][i] = {launch->buffers[i], launch->buffer_bytes[i], launch->written[i]};
+    const uint32_t groups = uint32_t((uint64_t(launch->teams) + shape.teams - 1) / shape.teams);
+    dispatches[dispatched] = {pipeline, arrays[dispatched], launch->buffer_count, launch->params, launch->params_bytes, groups,
+                              uint32_t(threads_of(shape)), size_t(scratch_of(shape))};
+    names += (dispatched++ ? ", " : "") + name;
+  }
+  char* const error = dispatched ? metal_run(dispatches, dispatched) : nullptr;
+  return error ? failed(ffi::ErrorCode::kInternal, names, error) : ffi::Error::Success();
 }
 
 std::string status(bool* usable) {

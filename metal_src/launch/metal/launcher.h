@@ -14,7 +14,10 @@ using Context = xla::ffi::Context;  // nothing of it is needed
 constexpr int threads_a_team = 32;
 constexpr uint32_t enough_teams = 2048;
 
-xla::ffi::Error run(Context&, const Launch& launch);
+// Outputs that a team of vecmat makes: what threads side by side read of a row is a whole sector of memory.
+constexpr uint32_t strip = 16;
+
+xla::ffi::Error run(Context&, const Launch* launches, int count);
 std::string status(bool* usable);  // what runs the kernels, for people; or why nothing does
 void poison_outputs(bool on);      // tests: fill every result with NaN before the kernel runs
 
