@@ -268,7 +268,8 @@ def head_rms_norm_rope(x, scale, positions, *, theta=10000.0, rope_dim=None, sty
 
 def matmul_partial_rms_norm_vjp(x, weight, scale, dnormed, dunnormed, *, transpose_b=True, epsilon=1e-6, scale_offset=0.0,
                                 multiply_before_cast=True):
-    """(cotangent of x, its row size), (cotangent of weight, its size), cotangent of scale."""
+    """(cotangent of x, its size), (cotangent of weight, its size), cotangent of scale. The size of a sum is that of its summands taken
+    as random: the root of their squares."""
     y, n = _project(x, weight, transpose_b), len(scale)
     dy, _, dscale = _vjp_at(y[..., :n], wide(dnormed), scale, x.dtype, epsilon, scale_offset, multiply_before_cast)
     dy = np.concatenate([dy, wide(dunnormed)], axis=-1)
@@ -276,8 +277,7 @@ def matmul_partial_rms_norm_vjp(x, weight, scale, dnormed, dunnormed, *, transpo
     of_n_and_k = wide(weight) if transpose_b else wide(weight).T
 
     def products(a, b):
-        product, size = a @ b, np.abs(a) @ np.abs(b)
-        return product, np.max(size, initial=0.0)
+        return a @ b, np.sqrt(np.max(a**2 @ b**2, initial=0.0))
 
     dx, x_size = products(drows, of_n_and_k)
     dweight, weight_size = products(drows.T, rows)
