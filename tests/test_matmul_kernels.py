@@ -124,7 +124,8 @@ def test_wrong_numbers_are_seen(standin, what, monkeypatch):
 @pytest.mark.parametrize("transpose_b", (True, False))
 def test_few_rows_are_two_dispatches_and_a_barrier_in_one_command_buffer(metal, transpose_b):  # noqa: F811
     x, weight, scale = draw(1, (3, 256), "bfloat16"), draw(2, (80, 256) if transpose_b else (256, 80), "bfloat16"), draw(3, (48,))
-    results = jax.block_until_ready(jax.jit(functools.partial(matmul_partial_rms_norm, transpose_b=transpose_b, implementation="metal"))(x, weight, scale))
+    op = functools.partial(matmul_partial_rms_norm, transpose_b=transpose_b, implementation="metal")
+    results = jax.block_until_ready(jax.jit(op)(x, weight, scale))
     assert names(metal) == ["matvec" if transpose_b else "vecmat", "partial_rms_norm"]
     assert metal.count("sent commit") == metal.count("sent memoryBarrierWithScope:") == 1
     multiply, norm = all_dispatched(metal)
@@ -151,7 +152,8 @@ def test_bits_do_not_depend_on_where_the_hosts_buffers_lie(host_library, level, 
     rng, strip = np.random.default_rng(3), 24
     code = metal_calls.ARGUMENTS.index(dtype)
     for (rows, width, outputs), kernel in ((s, k) for s in SIZES[:5] for k in ("matvec", "vecmat")):
-        x, weight = (rng.standard_normal(s).astype(DTYPES[dtype]) for s in ((rows, width), (outputs, width) if kernel == "matvec" else (width, outputs)))
+        of_weight = (outputs, width) if kernel == "matvec" else (width, outputs)
+        x, weight = (rng.standard_normal(s).astype(DTYPES[dtype]) for s in ((rows, width), of_weight))
         params = (ctypes.c_uint * 4)(rows, width, outputs, strip)
         scratch = np.empty(rows * outputs, np.float32)
         bits = set()

@@ -10,6 +10,9 @@ from ..ops.gated_group_rms_norm import gated_group_rms_norm
 ONES = initializers.ones
 
 
+default_kernel_init = initializers.lecun_normal()  # Flax's own for linear layers
+
+
 def promote(dtype, scale, *arrays):
     """The arrays in the dtype that Flax would compute in: `dtype`, or where it is None what they and the scale promote to.
 

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 from flax import linen
 
 from ..ops.add_rms_norm import add_rms_norm
+from ..ops.matmul_partial_rms_norm import matmul_partial_rms_norm
 from ..ops.qk_rms_norm_rope import qk_rms_norm_rope
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_add import rms_norm_add
 from . import common
 
-__all__ = ["AddRMSNorm", "GatedGroupRMSNorm", "QKNormRope", "RMSNorm", "RMSNormAdd"]
+__all__ = ["AddRMSNorm", "GatedGroupRMSNorm", "MatmulPartialRMSNorm", "QKNormRope", "RMSNorm", "RMSNormAdd"]
 
 
 class RMSNorm(linen.RMSNorm):
@@ -86,6 +87,38 @@ class AddRMSNorm(_ResidualNorm):
     @linen.compact
     def __call__(self, x, residual):
         return self._apply(add_rms_norm, x, residual, sum_rounding=self.sum_rounding, return_sum=self.return_sum)
+
+
+class MatmulPartialRMSNorm(linen.Module):
+    """`jax_fusednorm.matmul_partial_rms_norm` with its weight and scale: `normed, unnormed = MatmulPartialRMSNorm(N, n)(x)`.
+
+    Fields:
+      features: N of the kernel [K, N], which is laid out and initialized as linen.Dense's.
+      num_normed: how many outputs, the first, are normalized: from 1 to N.
+      epsilon, scale_offset, multiply_before_cast, implementation: as in `matmul_partial_rms_norm`.
+      dtype: what x and the kernel are cast to; None: what they and the scale promote to.
+      param_dtype: the parameters' dtype.
+      kernel_init, scale_init: their initializers; the scale's is by default what makes scale + scale_offset one.
+    """
+
+    features: int
+    num_normed: int
+    epsilon: float = 1e-6
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable = common.default_kernel_init
+    scale_init: Callable | None = None
+    scale_offset: float = 0.0
+    multiply_before_cast: bool = True
+    implementation: str | None = None
+
+    @linen.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", self.kernel_init, (jnp.shape(x)[-1], self.features), self.param_dtype)
+        scale = self.param("scale", common.initial_scale(self.scale_init, self.scale_offset), (self.num_normed,), self.param_dtype)
+        x, kernel = common.promote(self.dtype, scale, x, kernel)
+        return matmul_partial_rms_norm(x, kernel, scale, epsilon=self.epsilon, scale_offset=self.scale_offset, transpose_b=False,
+                                       multiply_before_cast=self.multiply_before_cast, implementation=self.implementation)
 
 
 class RMSNormAdd(_ResidualNorm):

@@ -5,12 +5,13 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from ..ops.add_rms_norm import add_rms_norm
+from ..ops.matmul_partial_rms_norm import matmul_partial_rms_norm
 from ..ops.qk_rms_norm_rope import qk_rms_norm_rope
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_add import rms_norm_add
 from . import common
 
-__all__ = ["AddRMSNorm", "GatedGroupRMSNorm", "QKNormRope", "RMSNorm", "RMSNormAdd"]
+__all__ = ["AddRMSNorm", "GatedGroupRMSNorm", "MatmulPartialRMSNorm", "QKNormRope", "RMSNorm", "RMSNormAdd"]
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -87,6 +88,38 @@ class AddRMSNorm(_ResidualNorm):
 
     def __call__(self, x, residual):
         return self._apply(add_rms_norm, x, residual, sum_rounding=self.sum_rounding, return_sum=self.return_sum)
+
+
+class MatmulPartialRMSNorm(nnx.Module):
+    """`jax_fusednorm.matmul_partial_rms_norm` with its weight and scale: `normed, unnormed = MatmulPartialRMSNorm(K, N, n, rngs=rngs)(x)`.
+
+    Args:
+      in_features, out_features: K and N of the kernel [K, N], which is laid out and initialized as nnx.Linear's.
+      num_normed: how many outputs, the first, are normalized: from 1 to N.
+      epsilon, scale_offset, multiply_before_cast, implementation: as in `matmul_partial_rms_norm`.
+      dtype: what x and the kernel are cast to; None: what they and the scale promote to.
+      param_dtype: the parameters' dtype.
+      kernel_init, scale_init: their initializers; the scale's is by default what makes scale + scale_offset one.
+      kernel_metadata, scale_metadata: metadata of the nnx.Params, their sharding for one.
+      rngs: the keys of the initializers.
+    """
+
+    def __init__(self, in_features, out_features, num_normed, *, epsilon=1e-6, dtype=None, param_dtype=jnp.float32,
+                 kernel_init=common.default_kernel_init, scale_init=None, scale_offset=0.0, multiply_before_cast=True, implementation=None, rngs,
+                 kernel_metadata=None, scale_metadata=None):
+        self.in_features, self.out_features, self.num_normed = in_features, out_features, num_normed
+        self.dtype, self.param_dtype = dtype, param_dtype
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype), **(kernel_metadata or {}))
+        init = common.initial_scale(scale_init, scale_offset)
+        self.scale = nnx.Param(init(rngs.params(), (num_normed,), param_dtype), **(scale_metadata or {}))
+        self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
+        self.implementation = implementation
+
+    def __call__(self, x):
+        scale = self.scale[...]
+        x, kernel = common.promote(self.dtype, scale, x, self.kernel[...])
+        return matmul_partial_rms_norm(x, kernel, scale, epsilon=self.epsilon, scale_offset=self.scale_offset, transpose_b=False,
+                                       multiply_before_cast=self.multiply_before_cast, implementation=self.implementation)
 
 
 class RMSNormAdd(_ResidualNorm):
