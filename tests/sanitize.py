@@ -52,11 +52,18 @@ def heads(width, dtype):
             yield jax_fusednorm.qk_rms_norm_rope(x, k, scale, scale, positions, round_before_rope=True, **options)
 
 
+def projections(rows, width, dtype):
+    """The same of matmul_partial_rms_norm: sums of this width, and this many outputs."""
+    for transpose_b, of_x, normed in ((True, width, 24), (False, 40, max(width - 8, 1))):
+        args = plain.draw(4, (rows, of_x), dtype), plain.draw(5, (40, width), dtype), plain.draw_scale(6, normed, dtype)
+        yield functools.partial(jax_fusednorm.matmul_partial_rms_norm, transpose_b=transpose_b, implementation="cuda"), args, args
+
+
 def main():
     assert jax.default_backend() == "gpu", jax.default_backend()
     shapes = [(ROWS, width) for width in WIDTHS] + list(SEVERAL)
     for (rows, width), dtype in itertools.product(shapes, sys.argv[1:] or ("bfloat16", "float16", "float32")):
-        calls = list(check(rows, width, dtype))
+        calls = [*check(rows, width, dtype), *projections(rows, width, dtype)]
 
         @jax.jit
         def everything(operands):
