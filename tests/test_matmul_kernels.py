@@ -60,9 +60,9 @@ def check_products(standin, kernel, dtype):
         call = functools.partial(run, standin, kernel, (dtype,), shape, [x, weight, product], struct.pack("IIII", rows, width, outputs, STRIP), teams)
         (_, _, got), done = call(1, 0)
         assert_product(got, x, weight, kernel == "matvec")
-        once = kernel == "matvec" and shape[1] > 0
+        times = rows if kernel == "vecmat" else 1 if shape[1] else -(-rows // 2)  # kept, or read for two rows
         surplus = (-outputs % 4) * width * itemsize if kernel == "matvec" else 0
-        assert done.buffers[1].unique_read == weight.nbytes and done.buffers[1].read == (weight.nbytes + surplus) * (1 if once else rows)
+        assert done.buffers[1].unique_read == weight.nbytes and done.buffers[1].read == (weight.nbytes + surplus) * times
         assert (done.buffers[2].written, done.buffers[2].unique_written) == (product.nbytes, product.nbytes)
         assert got.tobytes() == call(2, 3)[0][2].tobytes(), (rows, width, outputs)
 
@@ -101,7 +101,7 @@ def test_partial_norms(standin, host_library, dtype):
 
 # Nothing in memory is wrong with these: only the numbers tell.
 WRONG = {"one output for another": ("out[2] = T(high.v[0])", "out[2] = T(high.v[1])"),
-         "one row of x for all": ("device const T* a = x + long(row) * p.width;\n    float", "device const T* a = x;\n    float"),
+         "one row of x for all": ("device const T* a = x + long(row) * p.width;\n  device", "device const T* a = x;\n  device"),
          "one simdgroup's rows": ("k += together * step)", "k += 2 * together * step)")}
 
 
@@ -148,22 +148,26 @@ def placed(array, offset):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", ("v2", "v3", "v4"))
-def test_bits_do_not_depend_on_where_the_hosts_buffers_lie(host_library, level, dtype):
+def test_the_hosts_bits_depend_on_no_other_row_and_not_on_where_buffers_lie(host_library, level, dtype):
     rng, strip = np.random.default_rng(3), 24
-    code = metal_calls.ARGUMENTS.index(dtype)
+
+    def products(kernel, x, weight, offset=0):
+        (rows, width), outputs = x.shape, weight.shape[kernel == "vecmat"]
+        arrays = [placed(x, offset), placed(weight, 3 * offset % 64), placed(np.full((rows, outputs), np.nan, x.dtype), 5 * offset % 64)]
+        params, scratch = (ctypes.c_uint * 4)(rows, width, outputs, strip), np.empty(rows * outputs, np.float32)
+        buffers = (ctypes.c_void_p * 4)(*(a.ctypes.data for a in arrays), ctypes.addressof(params))
+        if not host_library.jax_fusednorm_run_host_kernel(
+                kernel.encode(), (ctypes.c_ubyte * 8)(metal_calls.ARGUMENTS.index(dtype)), level.encode(), buffers,
+                scratch.ctypes.data_as(ctypes.c_void_p), -(-outputs // (4 if kernel == "matvec" else strip))):
+            pytest.skip(f"this processor has no {level}")
+        return arrays[2]
+
     for (rows, width, outputs), kernel in ((s, k) for s in SIZES[:5] for k in ("matvec", "vecmat")):
         of_weight = (outputs, width) if kernel == "matvec" else (width, outputs)
         x, weight = (rng.standard_normal(s).astype(DTYPES[dtype]) for s in ((rows, width), of_weight))
-        params = (ctypes.c_uint * 4)(rows, width, outputs, strip)
-        scratch = np.empty(rows * outputs, np.float32)
-        bits = set()
-        for offset in (0, x.itemsize, 6 * x.itemsize):
-            arrays = [placed(x, offset), placed(weight, 3 * offset % 64), placed(np.full((rows, outputs), np.nan, x.dtype), 5 * offset % 64)]
-            buffers = (ctypes.c_void_p * 4)(*(a.ctypes.data for a in arrays), ctypes.addressof(params))
-            if not host_library.jax_fusednorm_run_host_kernel(
-                    kernel.encode(), (ctypes.c_ubyte * 8)(code), level.encode(), buffers, scratch.ctypes.data_as(ctypes.c_void_p),
-                    -(-outputs // (4 if kernel == "matvec" else strip))):
-                pytest.skip(f"this processor has no {level}")
-            assert_product(arrays[2], x, weight, kernel == "matvec")
-            bits.add(arrays[2].tobytes())
-        assert len(bits) == 1, (kernel, rows, width, outputs)
+        together = products(kernel, x, weight)
+        assert_product(together, x, weight, kernel == "matvec")
+        for offset in (x.itemsize, 6 * x.itemsize):
+            oracle.assert_same_bits(products(kernel, x, weight, offset), together)
+        for row in range(rows):
+            oracle.assert_same_bits(products(kernel, x[row:row + 1], weight), together[row:row + 1])

@@ -2,10 +2,62 @@
 // A row is summed in the same order whatever the number of rows.
 #include "norm.h"
 
+// outputs_a_team rows of a weight [outputs, width].
+template <typename T, int V, int R>
+struct WeightRows {
+  Fetched<T, V, R> w0, w1, w2, w3;
+};
+
+// Row n; after the last one comes the last one again.
+template <int V, int R, typename T, int SG>
+inline Fetched<T, V, R> fetch_weight(device const T* weight, uint n, uint width, uint outputs, Team<SG> team, int mine) {
+  return fetch<V, R>(weight + long(n < outputs ? n : outputs - 1) * width, team, mine);
+}
+
+template <typename T, int SG>
+inline void store_outputs(device T* out, uint left, Team<SG> team, Floats<2> low, Floats<2> high) {
+  if (team.rank != 0) return;
+  out[0] = T(low.v[0]);
+  if (left > 1) out[1] = T(low.v[1]);
+  if (left > 2) out[2] = T(high.v[0]);
+  if (left > 3) out[3] = T(high.v[1]);
+}
+
+// Outputs n and after of a row of x, or of two, which then share what is loaded of the weight. PAIR changes no order of summation.
+template <bool PAIR, typename T, int V, int R, int SG>
+inline void multiply(device const T* x, WeightRows<T, V, R> w, device T* product, constant MatvecParams& p, uint row, uint n,
+                     Team<SG> team, int mine) {
+  device const T* a = x + long(row) * p.width;
+  device const T* b = PAIR ? a + p.width : a;
+  float a0 = 0, a1 = 0, a2 = 0, a3 = 0, b0 = 0, b1 = 0, b2 = 0, b3 = 0;
+  FOR_SUM(c, R, mine, a0, a1, a2, a3, b0, b1, b2, b3) {
+    const int i = team.at(c);
+    const Floats<V> w0 = w.w0.get(c, i), w1 = w.w1.get(c, i), w2 = w.w2.get(c, i), w3 = w.w3.get(c, i);
+    const Floats<V> f = load_pack<V>(a, i);
+    Floats<V> g = f;
+    if (PAIR) g = load_pack<V>(b, i);
+    UNROLL for (int k = 0; k < V; ++k) {
+      a0 += f.v[k] * w0.v[k];
+      a1 += f.v[k] * w1.v[k];
+      a2 += f.v[k] * w2.v[k];
+      a3 += f.v[k] * w3.v[k];
+      if (PAIR) {
+        b0 += g.v[k] * w0.v[k];
+        b1 += g.v[k] * w1.v[k];
+        b2 += g.v[k] * w2.v[k];
+        b3 += g.v[k] * w3.v[k];
+      }
+    }
+  }
+  device T* out = product + long(row) * p.outputs + n;
+  store_outputs(out, p.outputs - n, team, team.sums(a0, a1), team.sums(a2, a3));
+  if (PAIR) store_outputs(out + p.outputs, p.outputs - n, team, team.sums(b0, b1), team.sums(b2, b3));
+}
+
 // weight [outputs, width]: a team has outputs_a_team rows of it, and keeps them in registers if R > 0.
 // 0 x [rows, width] · 1 weight · 2 product [rows, outputs] T · 3 params
 // grid: ceil(teams / TEAMS) threadgroups of TEAMS * SG * 32 threads, teams = ceil(outputs / outputs_a_team); TEAMS == 1 when SG > 1.
-// threadgroup memory: 2 SG floats. bytes: 1 read of weight (one a row when R = 0), teams * rows of x's rows, from the cache.
+// threadgroup memory: 2 SG floats. bytes: 1 read of weight (R = 0: one for two rows of x, all but the first from the cache), and of x a team.
 template <typename T, int V, int R, int SG, int TEAMS>
 kernel void matvec(
     device const T* x [[buffer(0)]],
@@ -20,33 +72,17 @@ kernel void matvec(
   if (n >= p.outputs) return;
   const Team<SG> team = team_of<SG>(lane, simdgroup, scratch);
   const int mine = team.share(int(p.width) / V);
-  Fetched<T, V, R> w[outputs_a_team];
-  UNROLL for (uint j = 0; j < outputs_a_team; ++j)  // after the last output comes the last output again
-    w[j] = fetch<V, R>(weight + long(n + j < p.outputs ? n + j : p.outputs - 1) * p.width, team, mine);
-  for (uint row = 0; row < p.rows; ++row) {
-    device const T* a = x + long(row) * p.width;
-    float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-    FOR_SUM(c, R, mine, s0, s1, s2, s3) {
-      const int i = team.at(c);
-      const Floats<V> f = load_pack<V>(a, i), w0 = w[0].get(c, i), w1 = w[1].get(c, i), w2 = w[2].get(c, i), w3 = w[3].get(c, i);
-      UNROLL for (int k = 0; k < V; ++k) {
-        s0 += f.v[k] * w0.v[k];
-        s1 += f.v[k] * w1.v[k];
-        s2 += f.v[k] * w2.v[k];
-        s3 += f.v[k] * w3.v[k];
-      }
-    }
-    const Floats<2> low = team.sums(s0, s1), high = team.sums(s2, s3);
-    if (team.rank != 0) continue;
-    device T* out = product + long(row) * p.outputs + n;
-    out[0] = T(low.v[0]);
-    if (n + 1 < p.outputs) out[1] = T(low.v[1]);
-    if (n + 2 < p.outputs) out[2] = T(high.v[0]);
-    if (n + 3 < p.outputs) out[3] = T(high.v[1]);
-  }
+  WeightRows<T, V, R> w;
+  w.w0 = fetch_weight<V, R>(weight, n, p.width, p.outputs, team, mine);
+  w.w1 = fetch_weight<V, R>(weight, n + 1, p.width, p.outputs, team, mine);
+  w.w2 = fetch_weight<V, R>(weight, n + 2, p.width, p.outputs, team, mine);
+  w.w3 = fetch_weight<V, R>(weight, n + 3, p.width, p.outputs, team, mine);
+  uint row = 0;
+  for (; row + 2 <= p.rows; row += 2) multiply<true>(x, w, product, p, row, n, team, mine);
+  if (row < p.rows) multiply<false>(x, w, product, p, row, n, team, mine);
 }
 
-// sums += x[k] * weight[k], for `count` rows k of weight: every so manieth, so that as many loads are under way.
+// sums += x[k] * weight[k], for `count` rows k of weight: every n-th, so that as many loads are under way.
 template <int count, typename T, int V>
 inline void add_rows(thread Kept<V, 1>& sums, device const T* x, device const T* weight, uint k, uint step, uint outputs, int pack, int mine) {
   float a[count];
@@ -61,7 +97,7 @@ inline void add_rows(thread Kept<V, 1>& sums, device const T* x, device const T*
   }
 }
 
-// weight [width, outputs]: a team has p.strip columns of it. On a GPU a thread has one pack of these columns, and every so manieth of their
+// weight [width, outputs]: a team has p.strip columns of it. On a GPU a thread has one pack of these columns, and every n-th of their
 // rows. On the host it is alone: it takes some rows of weight for every row of x, and keeps the sums in its scratch memory.
 // Buffers as above. grid: ceil(teams / TEAMS) threadgroups of TEAMS * SG * 32 threads, teams = ceil(outputs / strip); TEAMS == 1 when SG > 1.
 // threadgroup memory: 2 SG floats. bytes: 1 read of weight for each row of x, all but the first from the cache; 1 read of x a team.

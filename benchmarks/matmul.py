@@ -1,0 +1,107 @@
+"""Time matmul_partial_rms_norm against matrix products alone, and the kernel that multiplies against XLA's product before the norm.
+
+    python benchmarks/matmul.py [--shape N K NORMED] [--rows 1,4,12] [--dtypes bfloat16,float32] [--rounds 25] [--check]
+
+One jitted call each, round by round in rotated order; a figure is the median over the rounds. The weights rotate, so that none is in the
+cache when it is wanted. Ours with few rows ("one kernel") and with many ("XLA and a norm") are both timed for every number of rows: where
+they cross is what FEW_ROWS in jax_fusednorm/ops/matmul_partial_rms_norm.py says. The others multiply, and norm nothing:
+XLA's lax.dot_general in both layouts of the weight, x @ weight.T, and torch's linear where torch can be imported.
+
+At the end, for one row: the claims, PASS or FAIL.
+"""
+
+import argparse
+import functools
+import itertools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import jax_fusednorm
+import native
+import run
+
+few_rows = sys.modules["jax_fusednorm.ops.matmul_partial_rms_norm"].FEW_ROWS
+LAYOUTS = {"[N, K]": True, "[K, N]": False}
+
+
+def rotating(call, *weights):
+    """A function of nothing that waits for call(the next weight)."""
+    turn = itertools.cycle(weights)
+    return lambda: call(next(turn))
+
+
+def ours(x, scale, transpose_b, most):
+    """Compiled with `most` as the most rows of the kernel that multiplies."""
+    op = functools.partial(jax_fusednorm.matmul_partial_rms_norm, transpose_b=transpose_b)
+    compiled, before = jax.jit(lambda weight: op(x, weight, scale)), dict(few_rows)
+    def call(weight):
+        few_rows.update(dict.fromkeys(few_rows, ((most, most),) * 2))
+        try:
+            return jax.block_until_ready(compiled(weight))
+        finally:
+            few_rows.update(before)
+    return call
+
+
+def contestants(shape, rows, dtype):
+    outputs, width, normed = shape
+    rng = np.random.default_rng(0)
+    x, scale = jnp.asarray(rng.standard_normal((rows, width)), dtype), jnp.ones(normed, dtype)
+    count = -(-2 * native.cache_bytes() // (outputs * width * x.dtype.itemsize)) + 1
+    of_n_and_k = [jnp.asarray(rng.standard_normal((outputs, width), np.float32), dtype) for _ in range(count)]
+    weights = {"[N, K]": of_n_and_k, "[K, N]": [jnp.array(w.T) for w in of_n_and_k]}
+    for layout, transpose_b in LAYOUTS.items():
+        product = jax.jit(lambda w, axis=int(transpose_b): jax.lax.dot_general(x, w, (((1,), (axis,)), ((), ()))))
+        yield f"one kernel {layout}", rotating(ours(x, scale, transpose_b, 2**31), *weights[layout])
+        yield f"XLA and a norm {layout}", rotating(ours(x, scale, transpose_b, -1), *weights[layout])
+        yield f"dot_general {layout}", rotating(lambda w, f=product: jax.block_until_ready(f(w)), *weights[layout])
+    transposed = jax.jit(lambda w: x @ w.T)
+    yield "x @ weight.T", rotating(lambda w: jax.block_until_ready(transposed(w)), *of_n_and_k)
+    try:
+        import torch
+    except ImportError:
+        return
+    of_torch = [torch.from_numpy(np.array(a, np.float32)).to(getattr(torch, dtype)) for a in (x, *of_n_and_k)]
+    yield "torch", rotating(lambda w: torch.nn.functional.linear(of_torch[0], w), *of_torch[1:])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs=3, type=int, default=(2112, 7168, 1536), metavar=("N", "K", "NORMED"), help="DeepSeek-V3's by default")
+    parser.add_argument("--rows", default="1,4,8,12,16,32")
+    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--check", action="store_true", help="exit with 1 unless every claim holds")
+    arguments = parser.parse_args()
+    triad, claims, console = native.Triad(), [], Console(width=None if sys.stdout.isatty() else 180)
+    for dtype in arguments.dtypes.split(","):
+        table = Table("rows", title=f"{dtype} {list(arguments.shape)}: milliseconds, and GB/s of weight")
+        for rows in map(int, arguments.rows.split(",")):
+            triad.run(run.PAUSE)
+            times = {name: np.median(t) for name, t in run.measure(dict(contestants(arguments.shape, rows, dtype)), arguments.rounds).items()}
+            moved = arguments.shape[0] * arguments.shape[1] * jnp.dtype(dtype).itemsize
+            if len(table.columns) == 1:
+                for name in times:
+                    table.add_column(name)
+            table.add_row(str(rows), *(f"{1e3 * t:.2f}\n{moved / t / 1e9:.1f}" for t in times.values()))
+            if rows == 1:
+                fused, others = ([t for name, t in times.items() if name.startswith("one kernel") == mine] for mine in (True, False))
+                least = 1.3 if dtype == "bfloat16" else 1.0
+                ratio, share = min(others) / min(fused), moved / min(fused) / 1e9 / triad.best if triad.best else np.nan
+                claims.append((f"{dtype}: at least {least}x faster than the fastest of the others", f"{ratio:.2f}x", ratio >= least))
+                if dtype == "bfloat16":
+                    claims.append((f"{dtype}: at least 60 % of triad", f"{100 * share:.0f} %", share >= 0.6))
+        console.print(table)
+    console.print(f"triad {triad.best:.1f} GB/s, the best of {len(triad.rates)} (median {np.median(triad.rates or [np.nan]):.1f})", highlight=False)
+    for text, value, holds in claims:
+        console.print(f"{'PASS' if holds else 'FAIL'}  {text}: {value}", highlight=False)
+    return int(arguments.check and not all(holds for *_, holds in claims))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
