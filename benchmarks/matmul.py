@@ -78,7 +78,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every claim holds")
     arguments = parser.parse_args()
-    triad, claims, console = native.Triad(), [], Console(width=None if sys.stdout.isatty() else 180)
+    triad, claims, rates, console = native.Triad(), [], {}, Console(width=None if sys.stdout.isatty() else 180)
     for dtype in arguments.dtypes.split(","):
         table = Table("rows", title=f"{dtype} {list(arguments.shape)}: milliseconds, and GB/s of weight")
         for rows in map(int, arguments.rows.split(",")):
@@ -90,14 +90,16 @@ def main():
                     table.add_column(name)
             table.add_row(str(rows), *(f"{1e3 * t:.2f}\n{moved / t / 1e9:.1f}" for t in times.values()))
             if rows == 1:
-                fused, others = ([t for name, t in times.items() if name.startswith("one kernel") == mine] for mine in (True, False))
+                fused, others = (min(t for name, t in times.items() if name.startswith("one kernel") == mine) for mine in (True, False))
                 least = 1.3 if dtype == "bfloat16" else 1.0
-                ratio, share = min(others) / min(fused), moved / min(fused) / 1e9 / triad.best if triad.best else np.nan
-                claims.append((f"{dtype}: at least {least}x faster than the fastest of the others", f"{ratio:.2f}x", ratio >= least))
-                if dtype == "bfloat16":
-                    claims.append((f"{dtype}: at least 60 % of triad", f"{100 * share:.0f} %", share >= 0.6))
+                text = f"{dtype}: at least {least}x faster than the fastest of the others"
+                claims.append((text, f"{others / fused:.2f}x", others >= least * fused))
+                rates[dtype] = moved / fused / 1e9
         console.print(table)
     console.print(f"triad {triad.best:.1f} GB/s, the best of {len(triad.rates)} (median {np.median(triad.rates or [np.nan]):.1f})", highlight=False)
+    if "bfloat16" in rates and triad.best:
+        share = rates["bfloat16"] / triad.best
+        claims.append(("bfloat16: at least 60 % of triad", f"{100 * share:.0f} %", share >= 0.6))
     for text, value, holds in claims:
         console.print(f"{'PASS' if holds else 'FAIL'}  {text}: {value}", highlight=False)
     return int(arguments.check and not all(holds for *_, holds in claims))

@@ -59,8 +59,8 @@ def matmul_partial_rms_norm(x, weight, scale, *, epsilon=1e-6, scale_offset=0.0,
 
 
 # The most rows that are faster with a kernel that reads the weight once than with XLA's matrix product: by launcher, for weights [K, N]
-# and [N, K], of 2-byte and of 4-byte elements. Those of metal were never measured.
-FEW_ROWS = {"host": ((12, 8), (12, 32)), "metal": ((8, 8), (8, 8)), "cuda": ((8, 8), (8, 8))}
+# and [N, K], of 2-byte and of 4-byte elements. Those of host are measured (`python benchmarks/matmul.py`), the others are guesses.
+FEW_ROWS = {"host": ((12, 8), (8, 32)), "metal": ((8, 8), (8, 8)), "cuda": ((8, 8), (8, 8))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +106,8 @@ def kernel(call, x, weight, scale, *, spec):
     [scale] = _rms_norm.kernel_scale(x, scale)
     options = dict(epsilon=spec.epsilon, scale_offset=spec.scale_offset, multiply_before_cast=spec.multiply_before_cast)
     results = [jax.ShapeDtypeStruct((*rows, n), x.dtype) for n in (width, outputs - width)]
-    count = math.prod(rows)
-    if isinstance(count, int) and count <= FEW_ROWS[call.launcher][spec.transpose_b][x.dtype.itemsize == 4]:  # an exported batch size may be a symbol
+    count, few = math.prod(rows), FEW_ROWS[call.launcher][spec.transpose_b][x.dtype.itemsize == 4]
+    if isinstance(count, int) and count <= few:  # an exported batch size may be a symbol
         product = jax.ShapeDtypeStruct((*rows, outputs), x.dtype)
         return call("matmul_partial_rms_norm", [*results, product], x, weight, scale, transpose_b=spec.transpose_b, **options)
     product = _product(x, weight, spec).astype(x.dtype)
