@@ -40,6 +40,7 @@ static __device__ inline float simd_sum(float x) {
   for (int d = SIMD_WIDTH / 2; d > 0; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
   return x;
 }
+static __device__ inline float simd_shuffle(float x, ushort lane) { return __shfl_sync(0xffffffffu, x, lane); }
 static __device__ inline float simd_shuffle_xor(float x, ushort mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 static __device__ inline uint mulhi(uint a, uint b) { return __umulhi(a, b); }
 }  // namespace metal

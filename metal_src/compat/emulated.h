@@ -46,6 +46,12 @@ TOGETHER float simd_sum(float x, HERE) {
   return all[0];
 }
 
+TOGETHER float simd_shuffle(float x, ushort lane, HERE) {
+  float all[32];
+  emulator->exchange(x, all, file, line);
+  return all[lane];
+}
+
 TOGETHER float simd_shuffle_xor(float x, ushort mask, HERE) {
   float all[32];
   return all[emulator->exchange(x, all, file, line) ^ mask];

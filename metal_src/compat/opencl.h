@@ -33,6 +33,7 @@ namespace metal {
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
 float simd_sum(float x);
+float simd_shuffle(float x, ushort lane);
 float simd_shuffle_xor(float x, ushort mask);
 float fma(float a, float b, float c);
 float rint(float x);

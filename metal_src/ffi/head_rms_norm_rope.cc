@@ -49,7 +49,7 @@ ffi::Error rotation_of(const char* op, const In& angles, int32_t style, bool suf
 // Where the threads that share a head find the two channels of a pair.
 Argument pairs_of(const HeadNormRopeParams& p, const HeadShape& shape) {
   if (p.interleaved) return shape.lanes == 1 || shape.v % 2 == 0 ? Argument::Adjacent : Argument::Apart;
-  return shape.full && 2 * p.distance == p.width ? Argument::Halves : Argument::Apart;
+  return shape.halves && 2 * p.distance == p.width ? Argument::Halves : Argument::Apart;
 }
 
 ffi::Error head_rms_norm_rope(launcher::Context context, In x, In positions, In angles, ffi::RemainingArgs args, Out out,
@@ -108,10 +108,11 @@ ffi::Error head_rms_norm_rope(launcher::Context context, In x, In positions, In 
   p.head_major = uint(head_major);
 
   const HeadShape shape = head_shape(at.width, bytes_of(at.storage), launcher::threads_a_team);
-  const uint32_t at_once = launcher::threads_a_team / shape.lanes;
-  const uint32_t walks = (p.heads + at_once - 1) / at_once + (p.k_heads + at_once - 1) / at_once;
   p.lanes = shape.lanes;
-  p.parts = std::max(std::min(walks, launcher::enough_teams / std::max(at.tokens, 1u)), 1u);
+  p.at_once = launcher::threads_a_team / shape.lanes;
+  p.x_walks = (p.heads + p.at_once - 1) / p.at_once;
+  p.walks = p.x_walks + (p.k_heads + p.at_once - 1) / p.at_once;
+  p.parts = std::max(std::min(p.walks, launcher::enough_teams / std::max(at.tokens, 1u)), 1u);
   const bool rounds_y = at.storage != Argument::Float, in_t = rounds_y && !multiply_before_cast;
 
   Launch launch(op);
@@ -127,7 +128,7 @@ ffi::Error head_rms_norm_rope(launcher::Context context, In x, In positions, In 
   bind(launch, k_out);
   for (Out& each : copy) bind(launch, each);
   const size_t bytes = 2 * (x.size_bytes() + (has_k ? k.size_bytes() : 0)) + copied;
-  const uint64_t teams = walks ? uint64_t(p.tokens) * p.parts : 0;
+  const uint64_t teams = p.walks ? uint64_t(p.tokens) * p.parts : 0;
   launch.over(uint32_t(teams), at, teams ? bytes / teams : 0, 4, p);
   return launcher::run(context, launch);
 }

@@ -54,6 +54,9 @@ template <typename T>
 inline float element(device const T*, uint word, int k) {
   return float(as_type<T>(ushort(word >> (k % 2 * 16))));
 }
+inline float element(device const bfloat*, uint word, int k) {  // the upper half of a float
+  return as_type<float>(k % 2 ? word & 0xffff0000u : word << 16);
+}
 inline float element(device const float*, uint word, int) { return as_type<float>(word); }
 
 // Word i of a row of T, which need not start at a multiple of 4 bytes.

@@ -3,17 +3,27 @@
 #include "norm.h"
 #include "rope.h"
 
-// The threads that share a head: `lanes` neighbours in a simdgroup. One thread, where that is a simdgroup.
+// The threads that share a head: `lanes` neighbours in a simdgroup, a power of two. One thread, where that is a simdgroup.
 struct Share {
-  int rank, lanes;
+  int rank, lanes, head;  // the head's place beside others in the simdgroup, `heads` in all
+  int heads;
   inline int of(int packs) const { return (packs - rank + lanes - 1) / lanes; }
   inline int at(int c) const { return rank + c * lanes; }
+  inline float sum(float x) const {
+    UNROLL for (int mask = SIMD_WIDTH / 2; mask > 0; mask /= 2) {
+      const float other = simd_shuffle_xor(x, ushort(mask));
+      x += mask < lanes ? other : 0.0f;
+    }
+    return x;
+  }
 };
 
-inline Share share_of(uint lane, uint lanes) {
+inline Share share_of(uint lane, uint lanes, uint heads) {
   Share share;
   share.lanes = SIMD_WIDTH == 1 ? 1 : int(lanes);
-  share.rank = int(lane) % share.lanes;
+  share.heads = SIMD_WIDTH == 1 ? 1 : int(heads);
+  share.rank = int(lane) & (share.lanes - 1);
+  share.head = int(lane) * share.heads / SIMD_WIDTH;
   return share;
 }
 
@@ -58,7 +68,19 @@ struct Rotations {
   Kept<V / PAIRS::elements, R / PAIRS::packs> cosine, sine;
 };
 
+// A thread's packs of a head, and how many of them it takes at a time: all, or of heads of any width (R = 0) eight.
 #ifdef KEPT_IN_SCRATCH
+
+template <int R>
+struct Taken {
+  enum { packs = R };
+};
+template <int R>
+inline int packs_of(Share, int packs) { return packs; }
+template <typename T, typename PAIRS, int V, int R>
+struct HeadsAhead {
+  enum { count = 1 };
+};
 
 // A thread has whole heads, which stay in the cache: each is read twice, and a pair is two places of it. The squares of a head are summed
 // before the head in front of it is turned, so that neither waits for the other's last steps.
@@ -114,7 +136,7 @@ inline void turn_into(device U* out, HEAD head, thread Kept<V, R>& gains, thread
   pass_channels(out, head, gains, step == 1 ? end + distance : end, width);
 }
 
-template <typename PAIRS, int V, int R, typename HEAD>
+template <int ALL, typename PAIRS, int V, int R, typename HEAD>
 inline void turn_head(thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gains, thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share,
                       int, int width) {
   turn_into(kept.v, head, gains, rotations, rope, width);
@@ -122,33 +144,39 @@ inline void turn_head(thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gai
 
 #else
 
-// The first packs of a head as they come from memory, asked for while the head in front of it is turned.
+template <int R>
+struct Taken {
+  enum { packs = R > 0 ? R : 8 };
+};
+template <int R>
+inline int packs_of(Share share, int packs) { return R > 0 ? R : share.of(packs); }
+
+// How many heads a thread asks for ahead: as many as it has registers for.
+template <typename T, typename PAIRS, int V, int R>
+struct HeadsAhead {
+  enum { words = R * V * int(sizeof(T)) / 4, count = words == 0 || words > 12 || PAIRS::packs * PAIRS::elements == 1 ? 1 : words > 8 ? 2 : 3 };
+};
+
+// A head as it comes from memory, asked for while those in front of it are turned.
 template <typename T, int V, int R>
 struct Ahead {
-  Pack<T, V> packs[R];
+  Fetched<T, V, R> packs;
 };
 
 template <int V, int R, typename T>
 inline void ask_for(thread Ahead<T, V, R>& ahead, device const T* x, Share share, int packs) {
-  FOR_MINE(c, R, packs) ahead.packs[c] = reinterpret_cast<device const Pack<T, V>*>(x)[share.at(c)];
+  ahead.packs = fetch<V, R>(x, share, packs);
 }
 
-// The thread's part of the sum: eight sums, element e in sum e % 8, and then theirs. Keeps the packs that were asked for.
-template <int V, int R, typename T>
-inline float sum_of_squares(thread Ahead<T, V, R>& ahead, device const T* x, Share share, int packs, thread Kept<V, R>& kept) {
+// The thread's part of the sum: eight sums, element e in sum e % 8, and then theirs. Keeps the packs it takes last.
+template <int V, int R, int N, typename T>
+inline float sum_of_squares(thread Ahead<T, V, R>& ahead, device const T*, Share share, int packs, thread Kept<V, N>& kept) {
   float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-  FOR_MINE(c, R, packs) {
-    Floats<V> f;
-    UNROLL for (int k = 0; k < V; ++k) {
-      f.v[k] = float(ahead.packs[c].v[k]);
-      sums[(c * V + k) % 8] = fma(f.v[k], f.v[k], sums[(c * V + k) % 8]);
-    }
-    kept.put(c, f);
-  }
-  for (int base = R; base < packs; base += R) {
-    FOR_MINE(c, R, packs - base) {
-      const Floats<V> f = load_pack<V>(x, share.at(base + c));
+  for (int base = 0; base < packs; base += N) {
+    FOR_MINE(c, N, packs - base) {
+      const Floats<V> f = ahead.packs.get(base + c, share.at(base + c));
       UNROLL for (int k = 0; k < V; ++k) sums[(c * V + k) % 8] = fma(f.v[k], f.v[k], sums[(c * V + k) % 8]);
+      kept.put(c, f);
     }
   }
   UNROLL for (int stride = 4; stride > 0; stride /= 2)
@@ -156,21 +184,34 @@ inline float sum_of_squares(thread Ahead<T, V, R>& ahead, device const T* x, Sha
   return sums[0];
 }
 
+// Heads side by side in a simdgroup turn by the same angles: each head's threads work out their part of them, and all exchange theirs.
 template <typename PAIRS, int V, int R>
 inline void load_rotations(thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share share, int base, int packs) {
-  FOR_MINE(c, R / PAIRS::packs, packs / PAIRS::packs) {
-    Floats<V / PAIRS::elements> cosine, sine;
-    UNROLL for (int k = 0; k < V / PAIRS::elements; ++k) {
-      const int pair = rope.pair_of(share.at(base + c) * V + k * PAIRS::elements);
-      Rotation r;
-      r.cosine = 1;
-      r.sine = 0;
-      if (rope.turns_pair(pair)) r = rope.rotation_of(pair);
-      cosine.v[k] = r.cosine;
-      sine.v[k] = r.sine;
+  const int each = V / PAIRS::elements, count = R / PAIRS::packs * each;
+  Rotation mine;
+  UNROLL for (int i = 0; i < count; ++i) {
+    const int head = i & (share.heads - 1);  // whose thread works out rotation number i
+    if (head == 0) {
+      const int own = i + share.head, c = own / each;
+      const int pair = rope.pair_of(PAIRS(), share.at(base + c) * V + own % each * PAIRS::elements);
+      mine.cosine = 1;
+      mine.sine = 0;
+      if (own < count && c < packs && rope.turns_pair(pair)) mine = rope.rotation_of(pair);
     }
-    rotations.cosine.put(c, cosine);
-    rotations.sine.put(c, sine);
+    const ushort from = ushort(head * share.lanes + share.rank);
+    rotations.cosine.v[i] = share.heads == 1 ? mine.cosine : simd_shuffle(mine.cosine, from);
+    rotations.sine.v[i] = share.heads == 1 ? mine.sine : simd_shuffle(mine.sine, from);
+  }
+}
+
+// Mostly all pairs of a pack turn: asking for each would cost as much as to turn them.
+template <bool ASK, int V>
+inline void turn_packs(thread Floats<V>& a, thread Floats<V>& b, Floats<V> cosine, Floats<V> sine, Rope rope, int pair) {
+  UNROLL for (int k = 0; k < V; ++k) {
+    if (ASK && !rope.turns_pair(pair + k)) continue;
+    const Floats<2> f = turned(a.v[k], b.v[k], cosine.v[k], sine.v[k]);
+    a.v[k] = f.v[0];
+    b.v[k] = f.v[1];
   }
 }
 
@@ -178,13 +219,9 @@ template <int V, int R, typename HEAD>
 inline void rotate(thread Kept<V, R>& kept, thread Rotations<halves, V, R>& rotations, Rope rope, HEAD, Share share, int, int packs) {
   FOR_MINE(c, R / 2, packs / 2) {
     Floats<V> a = kept.get(c), b = kept.get(c + R / 2);
-    const Floats<V> cosine = rotations.cosine.get(c), sine = rotations.sine.get(c);
-    UNROLL for (int k = 0; k < V; ++k) {
-      if (!rope.turns_pair(share.at(c) * V + k)) continue;
-      const Floats<2> f = turned(a.v[k], b.v[k], cosine.v[k], sine.v[k]);
-      a.v[k] = f.v[0];
-      b.v[k] = f.v[1];
-    }
+    const int pair = share.at(c) * V;
+    if (pair + V <= rope.pairs) turn_packs<false>(a, b, rotations.cosine.get(c), rotations.sine.get(c), rope, pair);
+    else turn_packs<true>(a, b, rotations.cosine.get(c), rotations.sine.get(c), rope, pair);
     kept.put(c, a);
     kept.put(c + R / 2, b);
   }
@@ -196,7 +233,7 @@ inline void rotate(thread Kept<V, R>& kept, thread Rotations<adjacent, V, R>& ro
     Floats<V> y = kept.get(c);
     const Floats<V / 2> cosine = rotations.cosine.get(c), sine = rotations.sine.get(c);
     UNROLL for (int k = 0; k < V / 2; ++k) {
-      if (!rope.turns_pair(rope.pair_of(share.at(base + c) * V + 2 * k))) continue;
+      if (!rope.turns_pair(rope.pair_of(adjacent(), share.at(base + c) * V + 2 * k))) continue;
       const Floats<2> f = turned(y.v[2 * k], y.v[2 * k + 1], cosine.v[k], sine.v[k]);
       y.v[2 * k] = f.v[0];
       y.v[2 * k + 1] = f.v[1];
@@ -229,10 +266,10 @@ inline void rotate(thread Kept<V, R>& kept, thread Rotations<apart, V, R>& rotat
 }
 
 // The packs from `base` on of a head whose squares are summed: normed and turned.
-template <typename PAIRS, int V, int R, typename HEAD>
+template <int ALL, typename PAIRS, int V, int R, typename HEAD>
 inline void turn_head(thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gains, thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share share,
                       int base, int packs) {
-  if (packs > R || base > 0) {  // more than is kept
+  if (ALL == 0) {  // nothing is kept
     FOR_MINE(c, R, packs - base) kept.put(c, load_pack<V>(head.x, share.at(base + c)));
     load_gains(gains, head, share, base, packs - base);
     load_rotations(rotations, rope, share, base, packs - base);

@@ -6,31 +6,50 @@
 // and keeps the token's angles. No threadgroup memory. bytes: 1 read of x and k, 1 write of every result.
 #include "head.h"
 
-// The head that a thread takes in a walk of its team, if there is one for it.
+// The head that a thread takes in a walk of its team. some: no other thread has it, too.
 struct Found {
-  bool some, of_k;
+  bool of_k, some;
   uint head;
-  long start;  // its first element
+  long channel;  // its first, among those of the token's heads
 };
 
-inline Found find_head(constant HeadNormRopeParams& p, uint token, uint walk, uint x_walks, uint at_once, uint place) {
+inline Found find_head(constant HeadNormRopeParams& p, uint walk, Share share) {
   Found found;
-  found.of_k = walk >= x_walks;
+  found.of_k = walk >= p.x_walks;
   const uint heads = found.of_k ? p.k_heads : p.heads;
-  found.head = (found.of_k ? walk - x_walks : walk) * at_once + place;
+  found.head = (found.of_k ? walk - p.x_walks : walk) * p.at_once + uint(share.head);
   found.some = found.head < heads;
-  found.start = (long(token) * heads + found.head) * p.width;
+  if (!found.some) found.head = heads - 1;
+  found.channel = long(found.head) * p.width;
   return found;
 }
 
-// Where a head of x starts in [..., heads, tokens, width].
-inline long head_major_start(constant HeadNormRopeParams& p, uint token, Found at) {
-  return ((long(token / p.sequence) * p.heads + at.head) * p.sequence + token % p.sequence) * p.width;
+// The results for x, as many as are wanted of the copies.
+template <typename T>
+struct Results {
+  device T *out, *copy0, *copy1, *copy2, *copy3, *copy4, *copy5;
+  inline device T* copy(uint i) const { return i == 0 ? copy0 : i == 1 ? copy1 : i == 2 ? copy2 : i == 3 ? copy3 : i == 4 ? copy4 : copy5; }
+};
+
+// Stores packs of a head.
+template <int V, int N, typename T>
+inline void store_everywhere(constant HeadNormRopeParams& p, Results<T> x, device T* k_out, uint token, Found at, thread Kept<V, N>& kept, Share share,
+                             int base, int packs) {
+  store_head((at.of_k ? k_out : x.out) + at.channel, kept, share, base, packs);
+  for (uint i = 0; i < (at.of_k ? 0 : p.copies); ++i) {
+    const long sequence = token / p.sequence, place = token % p.sequence;
+    const long of_copy = p.head_major >> i & 1 ? ((sequence * p.heads + at.head) * p.sequence + place) * p.width
+                                               : long(token) * p.heads * p.width + at.channel;
+    const uint type = p.copy_types >> 2 * i & 3;
+    if (type == float_copy) store_head(reinterpret_cast<device float*>(x.copy(i)) + of_copy, kept, share, base, packs);
+    if (type == bfloat_copy) store_head(reinterpret_cast<device bfloat*>(x.copy(i)) + of_copy, kept, share, base, packs);
+    if (type == half_copy) store_head(reinterpret_cast<device half*>(x.copy(i)) + of_copy, kept, share, base, packs);
+  }
 }
 
 // T: storage. IN_T: round to T before the scale, and multiply in T. ROUND: round to T before the rotation. PAIRS: how pairs lie.
-// V: elements a load. R: packs that a thread keeps; of a longer head it takes R at a time, and reads them twice. SG: 1.
-// TEAMS: simdgroups a threadgroup.
+// V: elements a load. R: packs that a thread has of a head, and keeps; 0: any number, read twice.
+// SG: 1. TEAMS: simdgroups a threadgroup.
 template <typename T, bool IN_T, bool ROUND, typename PAIRS, int V, int R, int SG, int TEAMS>
 kernel void head_rms_norm_rope(
     device const T* x [[buffer(0)]],
@@ -55,65 +74,75 @@ kernel void head_rms_norm_rope(
   const uint team = group * TEAMS + simdgroup;
   if (team >= p.tokens * p.parts) return;
   const uint token = team / p.parts;
-  const Share share = share_of(lane, p.lanes);
-  const int all = share.of(int(p.width) / V);
+  const Share share = share_of(lane, p.lanes, p.at_once);
+  const int all = packs_of<R>(share, int(p.width) / V), N = Taken<R>::packs;
+  x += long(token) * p.heads * p.width;
+  x_out += long(token) * p.heads * p.width;
+  k += long(token) * p.k_heads * p.width;
+  k_out += long(token) * p.k_heads * p.width;
+  Results<T> results;
+  results.out = x_out;
+  results.copy0 = copy0;
+  results.copy1 = copy1;
+  results.copy2 = copy2;
+  results.copy3 = copy3;
+  results.copy4 = copy4;
+  results.copy5 = copy5;
+
+  uint walk = team % p.parts;
+  const int AHEAD = HeadsAhead<T, PAIRS, V, R>::count;
+  Ahead<T, V, R> ahead[AHEAD];
+  UNROLL for (int i = 0; i < AHEAD; ++i) {
+    if (walk + i * p.parts >= p.walks) continue;
+    const Found at = find_head(p, walk + i * p.parts, share);
+    ask_for(ahead[i], (at.of_k ? k : x) + at.channel, share, all);
+  }
+  Kept<V, N> kept = keep<V, N>(scratch, 0, p.width), gains = keep<V, N>(scratch, 1, p.width);
   const Rope rope = rope_of(p, angles, positions[token]);
+  if (!rope.known) {
+    for (; walk < p.walks; walk += p.parts) {
+      const Found at = find_head(p, walk, share);
+      for (int base = 0; at.some && base < all; base += N) {
+        FOR_MINE(c, N, all - base) kept.put(c, zeros<V>());
+        store_everywhere(p, results, k_out, token, at, kept, share, base, all - base);
+      }
+    }
+    return;
+  }
+
+  Rotations<PAIRS, V, N> rotations;
+  rotations.cosine = keep<V / PAIRS::elements, N / PAIRS::packs>(scratch, 2, p.width);
+  rotations.sine = keep<V / PAIRS::elements, N / PAIRS::packs>(scratch, 3, p.width);
+  if (R > 0) load_rotations(rotations, rope, share, 0, all);
   Head<T, IN_T, ROUND> head;
   head.scale_kind = p.scale;
   head.scale_offset = p.scale_offset;
-
-  Kept<V, R> kept = keep<V, R>(scratch, 0, p.width), gains = keep<V, R>(scratch, 1, p.width);
-  Rotations<PAIRS, V, R> rotations;
-  rotations.cosine = keep<V / PAIRS::elements, R / PAIRS::packs>(scratch, 2, p.width);
-  rotations.sine = keep<V / PAIRS::elements, R / PAIRS::packs>(scratch, 3, p.width);
-  if (rope.known && all <= R) load_rotations(rotations, rope, share, 0, all);
   int gains_of = -1;
-
-  const uint at_once = SIMD_WIDTH / uint(share.lanes), place = lane / uint(share.lanes);
-  const uint x_walks = (p.heads + at_once - 1) / at_once, walks = x_walks + (p.k_heads + at_once - 1) / at_once;
-  uint walk = team % p.parts;
-  Found next = find_head(p, token, walk, x_walks, at_once, place);
-  Ahead<T, V, R> ahead;
-  if (rope.known) ask_for(ahead, (next.of_k ? k : x) + next.start, share, next.some ? all : 0);
-  while (walk < walks) {
-    const Found at = next;
-    const int packs = at.some ? all : 0;
-    head.x = (at.of_k ? k : x) + at.start;
-    head.scale = at.of_k ? k_scale : x_scale;
-    if (all <= R && gains_of != int(at.of_k)) load_gains(gains, head, share, 0, all);
-    gains_of = at.of_k;
-    if (rope.known) {
-      float squares = sum_of_squares(ahead, head.x, share, packs, kept);
-      for (int mask = share.lanes / 2; mask > 0; mask /= 2) squares += simd_shuffle_xor(squares, ushort(mask));
-      head.r = rsqrt(squares / float(p.width) + p.epsilon);
-    }
-    walk += p.parts;
-    next = find_head(p, token, walk, x_walks, at_once, place);
-    if (rope.known) ask_for(ahead, (next.of_k ? k : x) + next.start, share, next.some ? all : 0);
-
-    device T* const out = (at.of_k ? k_out : x_out) + at.start;
-#ifdef KEPT_IN_SCRATCH
-    // straight from memory to memory, where no one else wants the values
-    if (rope.known && (at.of_k || p.copies == 0)) {
-      turn_into(out, head, gains, rotations, rope, packs);
-      continue;
-    }
-#endif
-    for (int base = 0; base < packs; base += R) {
-      const int n = packs - base;
-      if (rope.known) {
-        turn_head(kept, head, gains, rotations, rope, share, base, packs);
-      } else {
-        FOR_MINE(c, R, n) kept.put(c, zeros<V>());
+  while (walk < p.walks) {
+    UNROLL for (int i = 0; i < AHEAD; ++i) {
+      if (walk >= p.walks) break;
+      const Found at = find_head(p, walk, share);
+      head.x = (at.of_k ? k : x) + at.channel;
+      head.scale = at.of_k ? k_scale : x_scale;
+      if (R > 0 && gains_of != int(at.of_k)) load_gains(gains, head, share, 0, all);
+      gains_of = at.of_k;
+      const float squares = sum_of_squares(ahead[i], head.x, share, all, kept);
+      if (walk + AHEAD * p.parts < p.walks) {
+        const Found later = find_head(p, walk + AHEAD * p.parts, share);
+        ask_for(ahead[i], (later.of_k ? k : x) + later.channel, share, all);
       }
-      store_head(out, kept, share, base, n);
-      for (uint i = 0; i < (at.of_k ? 0 : p.copies); ++i) {
-        device T* const copy = i == 0 ? copy0 : i == 1 ? copy1 : i == 2 ? copy2 : i == 3 ? copy3 : i == 4 ? copy4 : copy5;
-        const long start = p.head_major >> i & 1 ? head_major_start(p, token, at) : at.start;
-        const uint type = p.copy_types >> 2 * i & 3;
-        if (type == float_copy) store_head(reinterpret_cast<device float*>(copy) + start, kept, share, base, n);
-        if (type == bfloat_copy) store_head(reinterpret_cast<device bfloat*>(copy) + start, kept, share, base, n);
-        if (type == half_copy) store_head(reinterpret_cast<device half*>(copy) + start, kept, share, base, n);
+      head.r = rsqrt(share.sum(squares) / float(p.width) + p.epsilon);
+      walk += p.parts;
+#ifdef KEPT_IN_SCRATCH
+      // straight from memory to memory, where no one else wants the values
+      if (at.of_k || p.copies == 0) {
+        turn_into((at.of_k ? k_out : x_out) + at.channel, head, gains, rotations, rope, all);
+        continue;
+      }
+#endif
+      for (int base = 0; base < all; base += N) {
+        turn_head<R>(kept, head, gains, rotations, rope, share, base, all);
+        if (at.some) store_everywhere(p, results, k_out, token, at, kept, share, base, all - base);
       }
     }
   }

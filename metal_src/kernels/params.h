@@ -37,6 +37,9 @@ struct HeadNormRopeParams {
   uint k_heads;
   uint width;
   uint lanes;        // that share a head
+  uint at_once;      // heads, in one walk of a team
+  uint x_walks;      // of x's heads, and then of k's
+  uint walks;
   uint parts;        // teams that share a token
   uint pairs;        // that rotate
   uint first;        // channel that does

@@ -65,10 +65,16 @@ struct Rope {
     const int i = channel - (second(channel) ? distance : 0) - first;
     return interleaved && i >= 0 ? i / 2 : i;
   }
+  inline int pair_of(halves, int channel) const { return channel; }  // of the first half, and pairs start at its first
+  inline int pair_of(adjacent, int channel) const { return (channel - first) >> 1; }
+  inline int pair_of(apart, int channel) const { return pair_of(channel); }
   inline bool turns_pair(int pair) const { return uint(pair) < uint(pairs); }
 
   inline Rotation rotation_of(int pair) const {
-    if (!table) return rotation(turns(position, angles[2 * pair], angles[2 * pair + 1]));
+    if (!table) {
+      const Pack<uint, 2> step = reinterpret_cast<device const Pack<uint, 2>*>(angles)[pair];
+      return rotation(turns(position, step.v[0], step.v[1]));
+    }
     const Floats<2> f = load_pack<2>(reinterpret_cast<device const float*>(angles) + long(position) * pairs * 2, pair);
     Rotation r;
     r.cosine = f.v[0];

@@ -61,11 +61,12 @@ struct Fetched {
   device const T* row;
   bool aligned;  // to a pack; else its elements are loaded one by one
 #ifndef KEPT_IN_SCRATCH
-  uint words[R > 0 ? R * V * int(sizeof(T)) / 4 : 1];
+  enum { held = R > 0 && V * sizeof(T) % 4 == 0 };
+  uint words[held ? R * V * int(sizeof(T)) / 4 : 1];
 #endif
   inline Floats<V> get(int c, int i) const {  // pack number c of the thread, which is pack i of the row
 #ifndef KEPT_IN_SCRATCH
-    if (R > 0) {
+    if (held) {
       Floats<V> f;
       UNROLL for (int k = 0; k < V; ++k) f.v[k] = element(row, words[(c * V + k) * int(sizeof(T)) / 4], k);
       return f;
@@ -80,25 +81,25 @@ struct Fetched<ones, V, R> {
   inline Floats<V> get(int, int i) const { return load_pack<V>(row, i); }
 };
 
-template <int V, int R, int SG, typename T>
-inline Fetched<T, V, R> fetch(device const T* row, Team<SG> team, int mine, bool aligned = true) {
+template <int V, int R, typename TEAM, typename T>
+inline Fetched<T, V, R> fetch(device const T* row, TEAM team, int mine, bool aligned = true) {
   Fetched<T, V, R> f;
   f.row = row;
   f.aligned = aligned;
 #ifndef KEPT_IN_SCRATCH
   const int n = V * int(sizeof(T)) / 4;
-  if (R > 0 && aligned) FOR_MINE(c, R, mine) {
+  if (f.held && aligned) FOR_MINE(c, R, mine) {
     const Pack<uint, (n > 0 ? n : 1)> p = reinterpret_cast<device const Pack<uint, (n > 0 ? n : 1)>*>(row)[team.at(c)];
     UNROLL for (int k = 0; k < n; ++k) f.words[c * n + k] = p.v[k];
   }
-  if (R > 0 && !aligned) FOR_MINE(c, R, mine) {
+  if (f.held && !aligned) FOR_MINE(c, R, mine) {
     UNROLL for (int k = 0; k < n; ++k) f.words[c * n + k] = word_of(row, team.at(c) * n + k);
   }
 #endif
   return f;
 }
-template <int V, int R, int SG>
-inline Fetched<ones, V, R> fetch(device const ones* row, Team<SG>, int) {
+template <int V, int R, typename TEAM>
+inline Fetched<ones, V, R> fetch(device const ones* row, TEAM, int) {
   Fetched<ones, V, R> f;
   f.row = row;
   return f;

@@ -34,9 +34,9 @@ constexpr Step steps[row_steps] = {{1 << 10, 1, 2, true},   {2 << 10, 2, 2, true
 // Heads are narrow, and several of a token are walked at once. Those that V * R elements a thread and a power of two of threads fill: then
 // the two channels of most pairs are one thread's. 4-byte elements always have a whole simdgroup, which sums them as 256 slots and a tree
 // would. The last step takes whatever is left.
-constexpr int head_steps = 4;
+constexpr int head_steps = 5;
 constexpr Shape head_shapes[head_steps][2] = {  // of 2-byte and of 4-byte elements
-    {{8, 2, 1, 4}, {1, 2, 1, 4}}, {{4, 6, 1, 4}, {1, 4, 1, 4}}, {{2, 10, 1, 4}, {1, 8, 1, 4}}, {{1, 16, 1, 4}, {1, 16, 1, 4}}};
+    {{8, 2, 1, 2}, {1, 2, 1, 2}}, {{4, 6, 1, 2}, {1, 4, 1, 2}}, {{2, 10, 1, 2}, {1, 8, 1, 2}}, {{2, 9, 1, 2}, {1, 16, 1, 2}}, {{1, 0, 1, 2}, {1, 0, 1, 2}}};
 constexpr int step_count = row_steps + head_steps;
 
 // `aligned`: rows of whole packs start at multiples of a pack.
@@ -72,8 +72,8 @@ constexpr int scratch_of(Shape shape) { return shape.sg > 1 ? 2 * shape.sg * int
 
 // Threads that must share a head for a shape to fill it; 0 if none can.
 constexpr int lanes_that_fill(uint32_t width, int element_bytes, Shape shape) {
-  const uint32_t each = shape.v * shape.r, lanes = width / each;
-  const bool some = width % each == 0 && lanes <= simd_width && (lanes & (lanes - 1)) == 0;
+  const uint32_t each = shape.v * shape.r, lanes = each ? width / each : 0;
+  const bool some = lanes && width % each == 0 && lanes <= simd_width && (lanes & (lanes - 1)) == 0;
   return some && (element_bytes == 2 || lanes == simd_width) ? int(lanes) : 0;
 }
 
@@ -92,7 +92,7 @@ constexpr Shape shape_of_head(uint32_t width, int element_bytes, int most = most
 struct HeadShape {
   int lanes;  // that share a head
   int v;
-  bool full;  // each of them has R packs
+  bool halves;  // the two channels of a pair that are half a head apart are of one thread
 };
 
 // threads: of a team. One has every head to itself.
@@ -100,5 +100,5 @@ constexpr HeadShape head_shape(uint32_t width, int element_bytes, int threads) {
   if (threads == 1) return {1, 1, false};
   const Shape shape = shape_of_head(width, element_bytes);
   const int lanes = lanes_that_fill(width, element_bytes, shape);
-  return {lanes ? lanes : simd_width, shape.v, lanes > 0};
+  return {lanes ? lanes : simd_width, shape.v, lanes > 0 && shape.r % 2 == 0};
 }

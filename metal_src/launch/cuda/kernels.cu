@@ -33,7 +33,7 @@ Entry entry_of(void (*)(P...), std::index_sequence<I...>) {
 }
 
 #define STORAGE(T) (sizeof(T) == BYTES)
-#define PAIRS_FIT(pairs) (shape.v % pairs::elements == 0)  // into a pack
+#define PAIRS_FIT(pairs) (shape.v % pairs::elements == 0 && (pairs::packs == 1 || (shape.r > 0 && shape.r % pairs::packs == 0)))  // into packs
 // The shape says what is kept; R is the host's choice.
 #define SHAPE(R) shape.v, shape.r, shape.sg, shape.teams
 #define ENTRY(K) entry_of<&K>(&K, std::make_index_sequence<buffers_of(&K)>{})
