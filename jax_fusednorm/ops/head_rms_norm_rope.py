@@ -162,12 +162,8 @@ def checked_positions(op, positions, x, frequencies):
     positions = checks.array(op, "positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         checks.fail(op, "positions", f"{positions.dtype}", "integers were wanted: cast them with `.astype(jnp.int32)`")
-    ends = jnp.iinfo(jnp.int32)
-    own = jnp.iinfo(positions.dtype)
-    if own.max > ends.max:
-        positions = jnp.clip(positions, max(own.min, ends.min), ends.max)
     try:
-        return sharding.broadcast_rows(positions.astype(jnp.int32), x, x.ndim - 2)
+        return sharding.broadcast_rows(checks.clipped(positions), x, x.ndim - 2)
     except ValueError:
         checks.fail(op, "positions", f"of shape {list(positions.shape)}", f"what broadcasts to {list(x.shape[:-2])} was wanted, a position "
                     "for each token")
