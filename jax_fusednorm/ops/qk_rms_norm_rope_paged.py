@@ -91,8 +91,11 @@ def qk_rms_norm_rope_paged(q, cache, q_scale, k_scale, freqs_cis, input_row_offs
                                num_heads=num_heads, q_start=q_start, **starts, **options)
     offsets = checks.int32(op, "input_row_offsets", input_row_offsets, (page_table.shape[0] + 1,), "where each sequence starts, and the last ends")
     layer = checks.int32(op, "layer", layer, (), "one layer of the cache")
-    q_out, pages = QK_RMS_NORM_ROPE_PAGED[packed].bind(q, pages, page_table, lengths, q_scale, k_scale, frequencies, offsets, layer, k, v,
-                                                       spec=spec)
+    operands = (q, pages, page_table, lengths, q_scale, k_scale, frequencies, offsets, layer, k, v)
+    axes = (PACKED if packed else HEADS, *OTHERS)
+    # only heads may be cut
+    operands = (None if a is None else sharding.whole(a, [i for i, dim in enumerate(dims) if dim not in "hg"]) for a, dims in zip(operands, axes))
+    q_out, pages = (PACKED_OP if packed else OP).bind(*operands, spec=spec)
     return q_out, dataclasses.replace(cache, pages=pages)
 
 
@@ -168,6 +171,13 @@ def reference(q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offset
     return [q_out, pages if v is None else places.put(pages, 1, v)]
 
 
+def packed_reference(q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offsets, layer, *arrays, spec, mean=last_mean):
+    """The op on slices. Where devices have a part of the heads each, the columns of those are no part of a packed array."""
+    q, k, v = sources(q, arrays, spec, *pages.shape[-2:])
+    unpacked = dataclasses.replace(spec, num_heads=None, q_start=0, k_start=None, v_start=None)
+    return OP.bind(q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offsets, layer, k, v, spec=unpacked)
+
+
 def kernel(call, q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offsets, layer, *arrays, spec):
     heads, width = pages.shape[-2:]
     starts = dict(q_start=spec.q_start, k_start=spec.k_start, v_start=spec.v_start)
@@ -192,9 +202,14 @@ def _jvp(primals, tangents, spec):
                               "which has derivatives of every order and mode.")
 
 
-def _op(q):
-    return Op("qk_rms_norm_rope_paged", reference, operands=(q, "ncisgd", "bm", "b", "d", "d", "pe", "o", "", "tgd", "tgd"),
-              results=("thd", "ncisgd"), whole="", uncut="tdwncisbmpeo", kernel=kernel, jvp=_jvp)
+HEADS, PACKED = "thd", "tw"
+OTHERS = ("ncisgd", "bm", "b", "d", "d", "pe", "o", "", "tgd", "tgd")
+_NOT_CUT = "tdncisbmpeo"
 
 
-QK_RMS_NORM_ROPE_PAGED = {False: _op("thd"), True: _op("tw")}
+def _op(reference, q, uncut):
+    return Op("qk_rms_norm_rope_paged", reference, operands=(q, *OTHERS), results=(HEADS, OTHERS[0]), whole="", uncut=uncut, kernel=kernel, jvp=_jvp)
+
+
+OP = _op(reference, HEADS, uncut=_NOT_CUT)
+PACKED_OP = _op(packed_reference, PACKED, uncut=_NOT_CUT + "whg")
