@@ -35,6 +35,8 @@ void threadgroup_barrier(mem_flags);
 float simd_sum(float x);
 float simd_shuffle(float x, ushort lane);
 float simd_shuffle_xor(float x, ushort mask);
+int simd_min(int x);
+void simdgroup_barrier(mem_flags);
 float fma(float a, float b, float c);
 float rint(float x);
 float rsqrt(float x);

@@ -62,6 +62,11 @@ inline void load_gains(thread Kept<V, R>& gains, HEAD head, Share share, int bas
   FOR_MINE(c, R, packs) gains.put(c, load_gain<V>(head, share.at(base + c)));
 }
 
+template <int V, int R, typename U>
+inline void store_head(device U* out, thread Kept<V, R>& kept, Share share, int base, int packs) {
+  FOR_MINE(c, R, packs) store_pack<V>(out, share.at(base + c), kept.get(c));
+}
+
 // The rotations of a thread's pairs, the packs base .. base + packs - 1 of it.
 template <typename PAIRS, int V, int R>
 struct Rotations {
@@ -77,6 +82,13 @@ struct Taken {
 };
 template <int R>
 inline int packs_of(Share, int packs) { return packs; }
+
+// Bit for bit.
+template <int V, int N, typename T>
+inline void copy_head(device T* to, device const T* from, Share, int packs) {
+  FOR_MINE(i, N, packs) reinterpret_cast<device Pack<T, V>*>(to)[i] = reinterpret_cast<device const Pack<T, V>*>(from)[i];
+}
+
 template <typename T, typename PAIRS, int V, int R>
 struct HeadsAhead {
   enum { count = 1 };
@@ -100,7 +112,7 @@ inline void ask_for(thread Ahead<T, V, R>& ahead, device const T* x, Share, int 
 }
 
 template <int V, int R, typename T>
-inline float sum_of_squares(thread Ahead<T, V, R>& ahead, device const T*, Share, int, thread Kept<V, R>&) {
+inline float sum_of_squares(thread Ahead<T, V, R>& ahead, Share, int, thread Kept<V, R>&) {
   return ahead.squares;
 }
 
@@ -142,6 +154,12 @@ inline void turn_head(thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gai
   turn_into(kept.v, head, gains, rotations, rope, width);
 }
 
+template <int ALL, typename PAIRS, int V, int R, typename HEAD, typename U>
+inline void turn_and_store(device U* out, thread Kept<V, R>&, HEAD head, thread Kept<V, R>& gains, thread Rotations<PAIRS, V, R>& rotations,
+                           Rope rope, Share, int, int width, bool) {
+  turn_into(out, head, gains, rotations, rope, width);
+}
+
 #else
 
 template <int R>
@@ -150,6 +168,16 @@ struct Taken {
 };
 template <int R>
 inline int packs_of(Share share, int packs) { return R > 0 ? R : share.of(packs); }
+
+// Bit for bit.
+template <int V, int N, typename T>
+inline void copy_head(device T* to, device const T* from, Share share, int packs) {
+  for (int base = 0; base < packs; base += N) {
+    Pack<T, V> held[N];
+    FOR_MINE(c, N, packs - base) held[c] = reinterpret_cast<device const Pack<T, V>*>(from)[share.at(base + c)];
+    FOR_MINE(c, N, packs - base) reinterpret_cast<device Pack<T, V>*>(to)[share.at(base + c)] = held[c];
+  }
+}
 
 // How many heads a thread asks for ahead: as many as it has registers for.
 template <typename T, typename PAIRS, int V, int R>
@@ -170,7 +198,7 @@ inline void ask_for(thread Ahead<T, V, R>& ahead, device const T* x, Share share
 
 // The thread's part of the sum: eight sums, element e in sum e % 8, and then theirs. Keeps the packs it takes last.
 template <int V, int R, int N, typename T>
-inline float sum_of_squares(thread Ahead<T, V, R>& ahead, device const T*, Share share, int packs, thread Kept<V, N>& kept) {
+inline float sum_of_squares(thread Ahead<T, V, R>& ahead, Share share, int packs, thread Kept<V, N>& kept) {
   float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
   for (int base = 0; base < packs; base += N) {
     FOR_MINE(c, N, packs - base) {
@@ -278,9 +306,37 @@ inline void turn_head(thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gai
   rotate(kept, rotations, rope, head, share, base, packs - base);
 }
 
+// A head's channels, each read again, normed, turned and written by one thread, which need not be the one that summed its square.
+template <typename HEAD, typename U>
+inline void turn_in_place(device U* out, HEAD head, Rope rope, Share share, int width) {
+  simdgroup_barrier(mem_flags::mem_device);  // the sum has been read
+  for (int pair = share.rank; pair < (width > 0 ? rope.pairs : 0); pair += share.lanes) {
+    const int a = rope.first + pair * (rope.interleaved ? 2 : 1), b = a + rope.distance;
+    const Floats<1> y_a = normed(head, load_pack<1>(head.x, a), load_gain<1>(head, a)), y_b = normed(head, load_pack<1>(head.x, b), load_gain<1>(head, b));
+    const Rotation r = rope.rotation_of(pair);
+    const Floats<2> f = turned(y_a.v[0], y_b.v[0], r.cosine, r.sine);
+    out[a] = U(f.v[0]);
+    out[b] = U(f.v[1]);
+  }
+  for (int i = share.rank; i < width; i += share.lanes)
+    if (!rope.turns_pair(rope.pair_of(i))) store_pack<1>(out, i, normed(head, load_pack<1>(head.x, i), load_gain<1>(head, i)));
+}
+
+// width: of the head, 0 if there is none. in_place: it lies in `out`. A thread that has whole pairs has read all that it writes.
+template <int ALL, typename PAIRS, int V, int R, typename HEAD, typename U>
+inline void turn_and_store(device U* out, thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gains, thread Rotations<PAIRS, V, R>& rotations,
+                           Rope rope, Share share, int packs, int width, bool in_place) {
+  if (in_place && PAIRS::packs * PAIRS::elements == 1) {
+    turn_in_place(out, head, rope, share, width);
+    return;
+  }
+  for (int base = 0; base < packs; base += R) {
+    turn_head<ALL>(kept, head, gains, rotations, rope, share, base, packs);
+    if (width > 0) store_head(out, kept, share, base, packs - base);
+  }
+}
+
 #endif
 
-template <int V, int R, typename U>
-inline void store_head(device U* out, thread Kept<V, R>& kept, Share share, int base, int packs) {
-  FOR_MINE(c, R, packs) store_pack<V>(out, share.at(base + c), kept.get(c));
-}
+// 1 / the root of the mean square of a head, of which this thread has a part of the sum.
+inline float inverse_rms(float squares, Share share, uint width, float epsilon) { return rsqrt(share.sum(squares) / float(width) + epsilon); }

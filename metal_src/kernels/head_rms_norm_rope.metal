@@ -6,7 +6,7 @@
 // and keeps the token's angles. No threadgroup memory. bytes: 1 read of x and k, 1 write of every result.
 #include "head.h"
 
-// The head that a thread takes in a walk of its team. some: no other thread has it, too.
+// The head that a thread takes in a walk of its team; or, if there is none for it, another thread's.
 struct Found {
   bool of_k, some;
   uint head;
@@ -89,18 +89,19 @@ kernel void head_rms_norm_rope(
   results.copy4 = copy4;
   results.copy5 = copy5;
 
+  const uint walks = p.x_walks + p.k_walks;
   uint walk = team % p.parts;
   const int AHEAD = HeadsAhead<T, PAIRS, V, R>::count;
   Ahead<T, V, R> ahead[AHEAD];
   UNROLL for (int i = 0; i < AHEAD; ++i) {
-    if (walk + i * p.parts >= p.walks) continue;
+    if (walk + i * p.parts >= walks) continue;
     const Found at = find_head(p, walk + i * p.parts, share);
-    ask_for(ahead[i], (at.of_k ? k : x) + at.channel, share, all);
+    if (at.some) ask_for(ahead[i], (at.of_k ? k : x) + at.channel, share, all);
   }
   Kept<V, N> kept = keep<V, N>(scratch, 0, p.width), gains = keep<V, N>(scratch, 1, p.width);
   const Rope rope = rope_of(p, angles, positions[token]);
   if (!rope.known) {
-    for (; walk < p.walks; walk += p.parts) {
+    for (; walk < walks; walk += p.parts) {
       const Found at = find_head(p, walk, share);
       for (int base = 0; at.some && base < all; base += N) {
         FOR_MINE(c, N, all - base) kept.put(c, zeros<V>());
@@ -118,31 +119,32 @@ kernel void head_rms_norm_rope(
   head.scale_kind = p.scale;
   head.scale_offset = p.scale_offset;
   int gains_of = -1;
-  while (walk < p.walks) {
+  while (walk < walks) {
     UNROLL for (int i = 0; i < AHEAD; ++i) {
-      if (walk >= p.walks) break;
+      if (walk >= walks) break;
       const Found at = find_head(p, walk, share);
+      const int packs = R > 0 || at.some ? all : 0;
       head.x = (at.of_k ? k : x) + at.channel;
       head.scale = at.of_k ? k_scale : x_scale;
       if (R > 0 && gains_of != int(at.of_k)) load_gains(gains, head, share, 0, all);
       gains_of = at.of_k;
-      const float squares = sum_of_squares(ahead[i], head.x, share, all, kept);
-      if (walk + AHEAD * p.parts < p.walks) {
+      const float squares = sum_of_squares(ahead[i], share, packs, kept);
+      if (walk + AHEAD * p.parts < walks) {
         const Found later = find_head(p, walk + AHEAD * p.parts, share);
-        ask_for(ahead[i], (later.of_k ? k : x) + later.channel, share, all);
+        if (later.some) ask_for(ahead[i], (later.of_k ? k : x) + later.channel, share, all);
       }
-      head.r = rsqrt(share.sum(squares) / float(p.width) + p.epsilon);
+      head.r = inverse_rms(squares, share, p.width, p.epsilon);
       walk += p.parts;
 #ifdef KEPT_IN_SCRATCH
       // straight from memory to memory, where no one else wants the values
       if (at.of_k || p.copies == 0) {
-        turn_into((at.of_k ? k_out : x_out) + at.channel, head, gains, rotations, rope, all);
+        turn_into((at.of_k ? k_out : x_out) + at.channel, head, gains, rotations, rope, packs);
         continue;
       }
 #endif
-      for (int base = 0; base < all; base += N) {
-        turn_head<R>(kept, head, gains, rotations, rope, share, base, all);
-        if (at.some) store_everywhere(p, results, k_out, token, at, kept, share, base, all - base);
+      for (int base = 0; base < packs; base += N) {
+        turn_head<R>(kept, head, gains, rotations, rope, share, base, packs);
+        if (at.some) store_everywhere(p, results, k_out, token, at, kept, share, base, packs - base);
       }
     }
   }

@@ -39,7 +39,7 @@ struct HeadNormRopeParams {
   uint lanes;        // that share a head
   uint at_once;      // heads, in one walk of a team
   uint x_walks;      // of x's heads, and then of k's
-  uint walks;
+  uint k_walks;
   uint parts;        // teams that share a token
   uint pairs;        // that rotate
   uint first;        // channel that does
@@ -53,6 +53,24 @@ struct HeadNormRopeParams {
   uint head_major;   // one bit each
   float epsilon;
   float scale_offset;
+};
+
+struct PagedHeadsParams {
+  HeadNormRopeParams heads;  // of q and of k; v has as many as k
+  uint q_stride;             // elements from a token to the next, and where its heads begin among them
+  uint q_start;
+  uint k_stride;
+  uint k_start;
+  uint v_stride;
+  uint v_start;
+  uint has_k;                // else it lies in its slots
+  uint has_v;
+  uint sequences;
+  uint table_width;          // pages that a sequence may have
+  uint pages;                // that there are
+  uint sides;                // of a page: k and v, or k alone
+  uint layers;
+  uint page_size;            // tokens
 };
 
 struct PartialNormParams {
