@@ -92,10 +92,7 @@ def qk_rms_norm_rope_paged(q, cache, q_scale, k_scale, freqs_cis, input_row_offs
     offsets = checks.int32(op, "input_row_offsets", input_row_offsets, (page_table.shape[0] + 1,), "where each sequence starts, and the last ends")
     layer = checks.int32(op, "layer", layer, (), "one layer of the cache")
     operands = (q, pages, page_table, lengths, q_scale, k_scale, frequencies, offsets, layer, k, v)
-    axes = (PACKED if packed else HEADS, *OTHERS)
-    # only heads may be cut
-    operands = (None if a is None else sharding.whole(a, [i for i, dim in enumerate(dims) if dim not in "hg"]) for a, dims in zip(operands, axes))
-    q_out, pages = (PACKED_OP if packed else OP).bind(*operands, spec=spec)
+    q_out, pages = _OPS[packed].bind(*map(_cut_by_heads_alone, operands, _AXES[packed]), spec=spec)
     return q_out, dataclasses.replace(cache, pages=pages)
 
 
@@ -149,6 +146,10 @@ def _rows(op, argument, rows, q, pages):
     return rows
 
 
+def _cut_by_heads_alone(a, axes):
+    return None if a is None else sharding.whole(a, [i for i, dim in enumerate(axes) if dim not in "hg"])
+
+
 def sources(q, arrays, spec, heads, width):
     """(queries, keys, values) [T, heads, D], None where there are none. arrays: the operands that are keys or values."""
     arrays = iter(arrays)
@@ -175,7 +176,7 @@ def packed_reference(q, pages, page_table, lengths, q_scale, k_scale, freqs_cis,
     """The op on slices. Where devices have a part of the heads each, the columns of those are no part of a packed array."""
     q, k, v = sources(q, arrays, spec, *pages.shape[-2:])
     unpacked = dataclasses.replace(spec, num_heads=None, q_start=0, k_start=None, v_start=None)
-    return OP.bind(q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offsets, layer, k, v, spec=unpacked)
+    return _OPS[False].bind(q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offsets, layer, k, v, spec=unpacked)
 
 
 def kernel(call, q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offsets, layer, *arrays, spec):
@@ -202,14 +203,13 @@ def _jvp(primals, tangents, spec):
                               "which has derivatives of every order and mode.")
 
 
-HEADS, PACKED = "thd", "tw"
-OTHERS = ("ncisgd", "bm", "b", "d", "d", "pe", "o", "", "tgd", "tgd")
-_NOT_CUT = "tdncisbmpeo"
+# Of the operands, by whether q is packed; h are its heads, and g those of the cache.
+_AXES = {packed: (q, "ncisgd", "bm", "b", "d", "d", "pe", "o", "", "tgd", "tgd") for packed, q in ((False, "thd"), (True, "tw"))}
+_UNCUT = "tdncisbmpeo"
 
 
-def _op(reference, q, uncut):
-    return Op("qk_rms_norm_rope_paged", reference, operands=(q, *OTHERS), results=(HEADS, OTHERS[0]), whole="", uncut=uncut, kernel=kernel, jvp=_jvp)
+def _op(reference, packed, uncut):
+    return Op("qk_rms_norm_rope_paged", reference, operands=_AXES[packed], results=("thd", "ncisgd"), whole="", uncut=uncut, kernel=kernel, jvp=_jvp)
 
 
-OP = _op(reference, HEADS, uncut=_NOT_CUT)
-PACKED_OP = _op(packed_reference, PACKED, uncut=_NOT_CUT + "whg")
+_OPS = {False: _op(reference, False, uncut=_UNCUT), True: _op(packed_reference, True, uncut=_UNCUT + "whg")}
