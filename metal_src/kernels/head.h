@@ -86,7 +86,7 @@ inline int packs_of(Share, int packs) { return packs; }
 // Bit for bit.
 template <int V, int N, typename T>
 inline void copy_head(device T* to, device const T* from, Share, int packs) {
-  FOR_MINE(i, N, packs) reinterpret_cast<device Pack<T, V>*>(to)[i] = reinterpret_cast<device const Pack<T, V>*>(from)[i];
+  FOR_MINE(i, N, packs) copy_pack<V>(to, from, i);
 }
 
 template <typename T, typename PAIRS, int V, int R>
