@@ -260,7 +260,8 @@ class Built:
     def run(self, program, *arguments, **environment):
         suppressed = self.folder / "suppressed"
         suppressed.write_text("leak:libstandin\n")  # it never frees an object, so that one that is gone is known
-        environment = {"LSAN_OPTIONS": f"suppressions={suppressed}", "JAX_FUSEDNORM_METAL_DRIVER": self.standin.path, **environment}
+        environment = {"LSAN_OPTIONS": f"suppressions={suppressed}", "JAX_FUSEDNORM_METAL_DRIVER": self.standin.path,
+                       "JAX_FUSEDNORM_SELF_CHECK": "300", **environment}
         done = subprocess.run([program, *arguments], capture_output=True, text=True, env={**os.environ, **environment}, check=False)
         return done.returncode, done.stdout + done.stderr
 
