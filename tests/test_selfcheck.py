@@ -14,6 +14,7 @@ import pytest
 
 import cases
 from jax_fusednorm import add_rms_norm, explain, rms_norm
+from jax_fusednorm.cli import calls
 from jax_fusednorm.core import lowering, selfcheck
 from jax_fusednorm.core.lowering import METAL_VARIABLE
 
@@ -25,6 +26,7 @@ FAULTS = """
 import json, os, sys, warnings
 import jax, jax.numpy as jnp, numpy as np
 from jax_fusednorm import explain, rms_norm
+from jax_fusednorm.cli import calls
 from jax_fusednorm.core import lowering
 from metal_driver import Standin
 
@@ -80,6 +82,24 @@ def test_a_fault_is_found_warned_of_once_and_passed_over(host_kernel):
     words = r"Metal did not finish rms_norm<float, ones.*> of width 40 in 2 seconds, and runs nothing new in this process"
     assert error < 1e-5 and runs.startswith("host: ") and re.search(words, runs)
     assert len(warned) == 1 and re.search(words, warned[0]) and re.search(words, named)
+
+
+def test_what_every_op_declares_is_enough_to_check_it(host_kernel, monkeypatch):
+    """By the host's kernels, which are trusted otherwise."""
+    monkeypatch.setattr(selfcheck, "LAUNCHERS", ("host",))
+    monkeypatch.setattr(selfcheck, "ENABLED", True)
+    monkeypatch.setattr(selfcheck, "_found", found := {})
+    for call in calls.CALLS:
+        operands, options = calls.shapes(call, 64, call.small, "bfloat16"), call.options(call.small)[-1]
+
+        def results_and_gradients(*operands, call=call, options=options):
+            out, pull = jax.vjp(lambda x: call.op(x, *operands[1:], implementation="host", **options), operands[0])
+            return pull(out)
+
+        jax.jit(results_and_gradients).lower(*operands)
+    checked = {primitive.name for primitive, *_ in found}
+    assert {call.name for call in calls.CALLS} <= checked and {"rms_norm_cotangent", "gated_group_rms_norm_cotangent"} <= checked
+    assert set(found.values()) == {None}
 
 
 @needs_standin

@@ -1,7 +1,7 @@
 """Whether a kernel can be trusted on the machine at hand: it runs once on small operands, and is compared with the reference.
 
 For launchers whose kernels meet their hardware first on a user's machine. What is compared is what an op declares anyway: its
-reference, in float64, its kernel, and the axes of its operands, so an op needs nothing more to be checked.
+reference, its kernel, and the axes of its operands, so an op needs nothing more to be checked.
 """
 
 import concurrent.futures
@@ -81,7 +81,7 @@ def tolerance(dtype):
 
 
 def difference(got, want):
-    """How `got` differs from `want`, which is in float64, by more than the tolerance of its dtype; or None."""
+    """How `got` differs from `want` by more than the tolerance of its own dtype; or None."""
     got, want, allowed = np.asarray(got), np.asarray(want, np.float64), tolerance(got.dtype)
     if got.shape != want.shape:
         return f"its shape is {list(got.shape)} where {list(want.shape)} was wanted"
@@ -102,9 +102,7 @@ def _run(primitive, launcher, shapes, params):
         operands = primitive.sample(rng, shapes) if primitive.sample else [draw(rng, *shape) for shape in shapes]
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             got = jax.jit(lambda *o: _kernel(primitive, launcher, o, params))(*operands)
-            with jax.enable_x64(True):
-                wide = [o.astype(np.float64) if jnp.issubdtype(o.dtype, jnp.floating) else o for o in operands]
-                want = jax.jit(lambda *o: primitive.reference(*o, **params))(*wide)
+            want = jax.jit(lambda *o: primitive.reference(*o, **params))(*operands)
             differences = list(map(difference, got, want))
     except Exception as error:  # whatever it is, the kernel is not to be trusted
         return f"{type(error).__name__}: {error}"

@@ -1,0 +1,82 @@
+"""Compares every op, in every dtype and on every implementation this machine has, with the same op in float64."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fusednorm.core import checks, selfcheck
+
+from . import calls, info
+from .report import Report, progress
+
+TOKENS = 11
+
+
+def _is_float(a):
+    return jnp.issubdtype(a.dtype, jnp.floating)
+
+
+def _results(call, width, implementation, operands, cotangents):
+    """Every result and every gradient, under each of the call's sets of options."""
+    found = []
+    for options in call.options(width):
+        def of_floats(*floats, options=options):
+            given = iter(floats)
+            return call.op(*(next(given) if _is_float(o) else o for o in operands), implementation=implementation, **options)
+
+        out, pull = jax.vjp(of_floats, *filter(_is_float, operands))
+        leaves, tree = jax.tree.flatten(out)
+        bars = [c.astype(leaf.dtype) for c, leaf in zip(cotangents, leaves)]
+        found += [*leaves, *pull(jax.tree.unflatten(tree, bars))]
+    return found
+
+
+def compare(call, dtype, implementations):
+    """{implementation: None, or what is wrong with it}."""
+    rng = np.random.default_rng(0)
+    operands = call.operands(lambda *shape: selfcheck.draw(rng, shape, dtype), TOKENS, call.small)
+
+    def run(implementation, arrays, bars):
+        return jax.jit(lambda arrays, bars: _results(call, call.small, implementation, arrays, bars))(arrays, bars)
+
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.enable_x64(True):
+        wide = lambda arrays: [a.astype(np.float64) if _is_float(a) else a for a in arrays]
+        out = jax.eval_shape(functools.partial(call.op, implementation="jnp", **call.options(call.small)[0]), *wide(operands))
+        cotangents = [selfcheck.draw(rng, leaf.shape, dtype) for leaf in jax.tree.leaves(out)]
+        want = run("jnp", wide(operands), wide(cotangents))
+    found = {}
+    for implementation in implementations:
+        try:
+            differences = list(map(selfcheck.difference, run(implementation, list(operands), cotangents), want))
+        except Exception as error:  # whatever it is, it is what the report is for
+            found[implementation] = f"{type(error).__name__}: {error}"
+        else:
+            found[implementation] = next((f"array {i} of {len(want)}: {d}" for i, d in enumerate(differences) if d), None)
+    return found
+
+
+def main(arguments):
+    report, failures, rows = Report(), [], []
+    for line in info.describe():
+        report.line(line)
+    implementations = arguments.implementations.split(",") if arguments.implementations else ["jnp", *calls.kernels()]
+    dtypes = arguments.dtypes.split(",") if arguments.dtypes else list(checks.STORAGE)
+    chosen = calls.chosen(arguments.ops)
+    with progress(len(chosen) * len(dtypes)) as step:
+        for call in chosen:
+            for dtype in dtypes:
+                step(f"{call.name}, {dtype}")
+                found = compare(call, dtype, implementations)
+                rows.append([f"{call.name}, {dtype}", *("FAIL" if found[i] else "ok" for i in implementations)])
+                failures += [f"{call.name}, {dtype}, {i}: {why}" for i, why in found.items() if why]
+    report.table("selftest: results and gradients against float64", ["op, dtype", *implementations], rows)
+    for failure in failures:
+        report.line(failure, style="red")
+    report.line(f"{len(failures)} of {len(rows) * len(implementations)} comparisons failed" if failures else "everything is right",
+                style="bold red" if failures else "bold green")
+    pathlib.Path(arguments.report).write_text(report.text, encoding="utf-8")
+    report.line(f"written to {arguments.report}" + (": please send it with a bug report" if failures else ""))
+    return 1 if failures else 0
