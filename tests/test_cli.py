@@ -65,7 +65,7 @@ def test_selftest_finds_what_is_wrong_and_says_so(tmp_path, capsys, monkeypatch)
     path = tmp_path / "report.txt"
     assert __main__.main(["selftest", "--implementations", "jnp", "--dtypes", "float32", "--report", str(path)]) == 1
     text = path.read_text()
-    assert re.search(r"wrong, float32, jnp: array 0 of 3: \d+ of 176 elements are off by more than 0.0001, the worst at \[\d+, \d+\]: \S+ where", text)
+    assert re.search(r"wrong, float32, jnp: array 0 of 3: \d+ of 176 elements are off by more than 0.0001, the worst at \[\d+, \d+\]: \S+ w", text)
     assert "failing, float32, jnp: RuntimeError: the GPU is away" in text and "2 of 2 comparisons failed" in text
     assert "please send it with a bug report" in capsys.readouterr().out
 

@@ -84,6 +84,17 @@ def test_a_fault_is_found_warned_of_once_and_passed_over(host_kernel):
     assert len(warned) == 1 and re.search(words, warned[0]) and re.search(words, named)
 
 
+@needs_standin
+def test_selftest_finds_it_too(tmp_path):
+    path = tmp_path / "report.txt"
+    done = subprocess.run([sys.executable, "-m", "jax_fusednorm", "selftest", "--ops", "rms_norm", "--dtypes", "float32", "--implementations",
+                           "metal", "--report", path], capture_output=True, text=True, check=False, timeout=240,
+                          env={**os.environ, selfcheck.VARIABLE: "60", "STANDIN_MISBEHAVE": "wrong:rms_norm_cotangent<float"})
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"^rms_norm, float32, metal: the self-check of the metal kernel of rms_norm_cotangent failed.*: result 0: 1 of \d+ elements",
+                     path.read_text(), re.M)
+
+
 def test_what_every_op_declares_is_enough_to_check_it(host_kernel, monkeypatch):
     """By the host's kernels, which are trusted otherwise."""
     monkeypatch.setattr(selfcheck, "LAUNCHERS", ("host",))

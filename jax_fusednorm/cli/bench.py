@@ -113,7 +113,8 @@ def draw(records, title, path):
         axes.plot([], [], "s", color=f"C{index}", label=name)
     for index, op in enumerate(ops):
         axes.plot([], [], "osD^vPX*<>"[index % 10], color="gray", label=op)
-    axes.set(xscale="log", yscale="log", xlabel="operations a byte (XLA's count of the jnp form)", ylabel="10^9 operations a second", title=title)
+    axes.set(xscale="log", yscale="log", title=title, ylabel="10^9 operations a second",
+             xlabel="operations a byte (XLA's count of the jnp form)")
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=8)
     figure.savefig(path, format="png", dpi=150)

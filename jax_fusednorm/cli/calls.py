@@ -34,6 +34,10 @@ _LLAMA = dict(multiply_before_cast=False)
 _GEMMA = dict(scale_offset=1.0)
 
 
+def _positions(tokens):
+    return np.arange(tokens, dtype=np.int32)
+
+
 def _gated(width):
     group = width // 8
     return dict(group_size=group), dict(group_size=group, norm_before_gate=True, activation="sigmoid", rounding="float32")
@@ -51,8 +55,8 @@ CALLS = (
          lambda n: (_GEMMA, dict(norm_rounding="storage", **_LLAMA))),
     Call(jax_fusednorm.gated_group_rms_norm, lambda a, t, n: (a(t, n), a(t, n), a(n)), 264, 7680, "Nemotron-H", _gated),
     Call(jax_fusednorm.matmul_partial_rms_norm, lambda a, t, n: (a(t, n), a(n * 33 // 112, n), a(n * 3 // 14)), 448, 7168, "DeepSeek-V3"),
-    Call(jax_fusednorm.head_rms_norm_rope, lambda a, t, n: (a(t, 32, n), a(n), np.arange(t)), 64, 128, "Qwen3", _rotated),
-    Call(jax_fusednorm.qk_rms_norm_rope, lambda a, t, n: (a(t, 32, n), a(t, 8, n), a(n), a(n), np.arange(t)), 64, 128, "Qwen3", _rotated),
+    Call(jax_fusednorm.head_rms_norm_rope, lambda a, t, n: (a(t, 32, n), a(n), _positions(t)), 64, 128, "Qwen3", _rotated),
+    Call(jax_fusednorm.qk_rms_norm_rope, lambda a, t, n: (a(t, 32, n), a(t, 8, n), a(n), a(n), _positions(t)), 64, 128, "Qwen3", _rotated),
 )
 
 

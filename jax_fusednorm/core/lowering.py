@@ -180,7 +180,7 @@ def _recording():
 
 
 def explain(op, *args, platforms=("cpu", "cuda", "rocm", "tpu", "mps"), **kwargs):
-    """What `op(*args, **kwargs)` would run on each platform, and why, without running it.
+    """What `op(*args, **kwargs)` would run on each platform, and why, without running it (a kernel for Apple GPUs is checked, on few rows).
 
     args: arrays or `jax.ShapeDtypeStruct`s. Returns {platform: Decision}; a Decision prints as "host: ..." or "jnp: ...".
     Forward only; a derivative takes the same way and runs the reference where it has no kernel.

@@ -25,6 +25,8 @@ ENABLED = os.environ.get(VARIABLE, "").strip() not in ("0", "0.0")
 _ROWS = 33  # in all: more than one threadgroup's, more than FEW_ROWS of matmul_partial_rms_norm, and no multiple of anything
 _FEW = 5    # of any other axis that kernels only count
 
+failures = []  # what was said of each
+
 _lock = threading.Lock()
 _found = {}
 
@@ -47,9 +49,9 @@ def failure(primitive, launcher, avals, params):
             why = _found[key] = alone.submit(_run, primitive, launcher, shapes, params).result()
     if why:
         operands = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in shapes)
-        warnings.warn(
-            f"jax_fusednorm: the self-check of the {launcher} kernel of {primitive.name} failed, so calls like this one do without it. "
-            f"On operands {operands}: {why}. Please report it, with the output of `python -m jax_fusednorm selftest`.", stacklevel=2)
+        failures.append(f"the self-check of the {launcher} kernel of {primitive.name} failed, so calls like this one do without it. "
+                        f"On operands {operands}: {why}")
+        warnings.warn(f"jax_fusednorm: {failures[-1]}. Please report it, with the output of `python -m jax_fusednorm selftest`.", stacklevel=2)
     return why
 
 
@@ -98,15 +100,15 @@ def difference(got, want):
 
 def _run(primitive, launcher, shapes, params):
     try:
-        rng = np.random.default_rng(0)
+        rng, cpu = np.random.default_rng(0), jax.local_devices(backend="cpu")[0]
         operands = primitive.sample(rng, shapes) if primitive.sample else [draw(rng, *shape) for shape in shapes]
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            got = jax.jit(lambda *o: _kernel(primitive, launcher, o, params))(*operands)
-            want = jax.jit(lambda *o: primitive.reference(*o, **params))(*operands)
-            differences = list(map(difference, got, want))
+        with jax.disable_jit(False), jax.default_device(cpu):
+            operands = jax.device_put(operands, cpu)
+            got, want = (jax.device_get(jax.jit(f)(*operands)) for f in (
+                lambda *o: _kernel(primitive, launcher, o, params), lambda *o: primitive.reference(*o, **params)))
     except Exception as error:  # whatever it is, the kernel is not to be trusted
         return f"{type(error).__name__}: {error}"
-    return next((f"result {i}: {d}" for i, d in enumerate(differences) if d), None)
+    return next((f"result {i}: {d}" for i, d in enumerate(map(difference, got, want)) if d), None)
 
 
 def _kernel(primitive, launcher, operands, params):

@@ -99,9 +99,9 @@ ffi::Error on_trial(ffi::Error (*attempt)(const Launch*, int), const std::string
     if (trial->error.success()) trial->write_back();
     return trial->error;
   }
-  char seconds[32];
-  std::snprintf(seconds, sizeof seconds, "%g", trial_seconds());
+  char text[512];
+  std::snprintf(text, sizeof text, "Metal did not finish %s in %g seconds, and runs nothing new in this process", names.c_str(), trial_seconds());
   const std::string* none = nullptr;
-  hung.compare_exchange_strong(none, new std::string("Metal did not finish " + names + " in " + seconds + " seconds, and runs nothing new in this process"));
+  hung.compare_exchange_strong(none, new std::string(text));
   return hanging();
 }
