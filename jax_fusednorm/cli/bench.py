@@ -128,7 +128,8 @@ def main(arguments):
     records = run(arguments)
     groups = grouped(records)
     names = list(next(iter(groups.values())))
-    report.table(f"us a call, {arguments.dtype} (?: half the interquartile range is above {100 * NOISE:.0f} %)", ["op, tokens", "MB", *names, "GB/s", "jnp / best", "copy / best"], list(rows_of(groups)))
+    report.table(f"us a call, {arguments.dtype} (?: half the interquartile range is above {100 * NOISE:.0f} %)",
+                 ["op, tokens", "MB", *names, "GB/s", "jnp / best", "copy / best"], list(rows_of(groups)))
     if (least := break_even(groups)) is not None:
         report.line(f"metal is faster than host from {least} bytes on; {lowering.METAL_VARIABLE}={least} lets auto know "
                     f"(now: {lowering.METAL_MIN_BYTES:.0f})")
