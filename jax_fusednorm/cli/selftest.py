@@ -19,8 +19,8 @@ def _is_float(a):
     return jnp.issubdtype(a.dtype, jnp.floating)
 
 
-def _results(call, width, implementation, operands, cotangents):
-    """Every result and every gradient, under each of the call's sets of options."""
+def results_and_gradients(call, width, implementation, operands, cotangents):
+    """All of them, under each of the call's sets of options. cotangents: of the results under one."""
     found = []
     for options in call.options(width):
         def of_floats(*floats, options=options):
@@ -40,21 +40,22 @@ def compare(call, dtype, implementations):
     operands = call.operands(lambda *shape: selfcheck.draw(rng, shape, dtype), TOKENS, call.small)
 
     def run(implementation, arrays, bars):
-        return jax.jit(lambda arrays, bars: _results(call, call.small, implementation, arrays, bars))(arrays, bars)
+        return jax.jit(lambda arrays, bars: results_and_gradients(call, call.small, implementation, arrays, bars))(arrays, bars)
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.enable_x64(True):
         wide = lambda arrays: [a.astype(np.float64) if _is_float(a) else a for a in arrays]
         out = jax.eval_shape(functools.partial(call.op, implementation="jnp", **call.options(call.small)[0]), *wide(operands))
         cotangents = [selfcheck.draw(rng, leaf.shape, dtype) for leaf in jax.tree.leaves(out)]
         want = run("jnp", wide(operands), wide(cotangents))
-    return {i: _failure(functools.partial(run, i, list(operands), cotangents), want) for i in implementations}
+    allowed = selfcheck.tolerance(operands)
+    return {i: _failure(functools.partial(run, i, list(operands), cotangents), want, allowed) for i in implementations}
 
 
-def _failure(run, want):
+def _failure(run, want, allowed):
     """What is wrong with what run() returns, or None. A derivative whose kernel fails its self-check is right, by another implementation."""
     before = len(selfcheck.failures)
     try:
-        differences = list(map(selfcheck.difference, run(), want))
+        differences = [selfcheck.difference(g, w, allowed) for g, w in zip(run(), want)]
     except Exception as error:  # whatever it is, it is what the report is for
         return f"{type(error).__name__}: {error}"
     wrong = [f"array {i} of {len(want)}: {d}" for i, d in enumerate(differences) if d]

@@ -77,14 +77,14 @@ def draw(rng, shape, dtype):
     return (rng.uniform(0.5, 2.0, shape) * rng.choice((-1.0, 1.0), shape)).astype(dtype)
 
 
-def tolerance(dtype):
-    """Of what is computed in float32 and rounded to `dtype` once or twice."""
-    return max(4 * float(jnp.finfo(dtype).eps), 1e-4)
+def tolerance(arrays):
+    """Of what is computed from them in float32, and rounded once or twice. Sums of rounded numbers inherit the coarsest rounding."""
+    return max(1e-4, *(4 * float(jnp.finfo(a.dtype).eps) for a in arrays if jnp.issubdtype(a.dtype, jnp.floating)))
 
 
-def difference(got, want):
-    """How `got` differs from `want` by more than the tolerance of its own dtype; or None."""
-    got, want, allowed = np.asarray(got), np.asarray(want, np.float64), tolerance(got.dtype)
+def difference(got, want, allowed):
+    """How `got` differs from `want` by more than is allowed, relative to the element and the mean; or None."""
+    got, want = np.asarray(got), np.asarray(want, np.float64)
     if got.shape != want.shape:
         return f"its shape is {list(got.shape)} where {list(want.shape)} was wanted"
     with np.errstate(all="ignore"):
@@ -106,9 +106,10 @@ def _run(primitive, launcher, shapes, params):
             operands = jax.device_put(operands, cpu)
             got, want = (jax.device_get(jax.jit(f)(*operands)) for f in (
                 lambda *o: _kernel(primitive, launcher, o, params), lambda *o: primitive.reference(*o, **params)))
+            differences = [difference(g, w, tolerance(operands)) for g, w in zip(got, want)]
     except Exception as error:  # whatever it is, the kernel is not to be trusted
         return f"{type(error).__name__}: {error}"
-    return next((f"result {i}: {d}" for i, d in enumerate(map(difference, got, want)) if d), None)
+    return next((f"result {i}: {d}" for i, d in enumerate(differences) if d), None)
 
 
 def _kernel(primitive, launcher, operands, params):
