@@ -51,6 +51,9 @@ def place(primitive, body, ctx, params):
         return Placed(body, ctx)
     if not inside and axes.num_devices == 1:
         return Placed(body, ctx)
+    operand_axes, result_axes = primitive.axes(params)
+    if not any(map(is_row, operand_axes)) and set(primitive.uncut).issuperset("".join((*operand_axes, *result_axes))):
+        return Placed(why="nothing of it can be cut")
     if not jax.config.jax_use_shardy_partitioner:
         return Placed(why="the Shardy partitioner is off")
     if explicit and not auto:
@@ -76,24 +79,29 @@ def _mesh(ctx):
     return jax.sharding.get_abstract_mesh()
 
 
-def _summed_over_rows(results, result_axes, on):
-    """Results shared by all rows are sums over them: add up the devices' parts."""
+def _summed_over_rows(results, operand_axes, result_axes, on):
+    """Results shared by all rows are sums over them, where there are rows: add up the devices' parts."""
+    if not any(map(is_row, operand_axes)):
+        return results
     def summed(result, axes):
         others = tuple(name for dim, names in on.items() if dim not in axes for name in names)
         return jax.lax.psum(result, others) if others and not is_row(axes) else result
     return list(map(summed, results, result_axes))
 
 
-def whole(x):
-    """x, gathered where an Explicit mesh cuts its last axis."""
+def whole(x, axes=(-1,)):
+    """x, gathered where an Explicit mesh cuts one of `axes`, by default its last."""
     own = jax.typeof(x).sharding
-    return _resharded(x, own.mesh, *own.spec[:-1], None) if len(own.spec) and own.spec[-1] is not None else x
+    gathered = [axis % x.ndim for axis in axes]
+    kept = [None if axis in gathered else entry for axis, entry in enumerate(own.spec)]
+    return x if kept == list(own.spec) else _resharded(x, own.mesh, kept)
 
 
 def broadcast_rows(a, x, ndim):
     """`a` broadcast to the first `ndim` axes of x, and cut as an Explicit mesh cuts them."""
     own = jax.typeof(x).sharding
-    return _resharded(jnp.broadcast_to(a, x.shape[:ndim]), own.mesh, *own.spec[:ndim])
+    a = jnp.broadcast_to(a, x.shape[:ndim])
+    return _resharded(a, own.mesh, own.spec[:ndim]) if any(own.spec[:ndim]) else a
 
 
 def take_rows(table, index):
@@ -103,8 +111,8 @@ def take_rows(table, index):
     return table.at[index].get(out_sharding=cut)
 
 
-def _resharded(a, mesh, *spec):
-    return jax.sharding.reshard(a, NamedSharding(mesh, PartitionSpec(*spec))) if any(spec) else a
+def _resharded(a, mesh, spec):
+    return jax.sharding.reshard(a, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def _spec(on, axes, ndim):
@@ -129,9 +137,10 @@ def _in_shard_map(primitive, ctx, params, mesh, explicit):
         return Placed(why="the operands are cut in different ways")
 
     def local(*operands):
-        return _summed_over_rows(primitive.bind(*operands, **params), result_axes, on)
+        return _summed_over_rows(primitive.bind(*operands, **params), operand_axes, result_axes, on)
 
-    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit), ctx)
+    # unchecked: that a result is the same on devices whose operands differ is what its axes say, and nobody else can know
+    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit, check_vma=False), ctx)
 
 
 def _in_custom_partitioning(primitive, ctx, params):
@@ -161,7 +170,7 @@ def _in_custom_partitioning(primitive, ctx, params):
                     out = primitive.reference(*values, mean=mean, **params)
                 else:
                     out = primitive.bind(*values, **params)
-                return tuple(_summed_over_rows(out, result_axes, on))
+                return tuple(_summed_over_rows(out, operand_axes, result_axes, on))
 
         def sharding(axes, value):
             return NamedSharding(mesh, _spec(on, axes, len(value.shape)))
