@@ -22,6 +22,8 @@ def test_every_op_and_its_gradient_are_plain_stablehlo(call):
     operands = calls.shapes(call, 5, call.small, "bfloat16")
     for options in call.options(call.small):
         def step(*operands, options=options):
+            if not call.differentiable:
+                return call.op(*operands, **options)
             out, pull = jax.vjp(lambda x: call.op(x, *operands[1:], **options), operands[0])
             return out, pull(out)
 

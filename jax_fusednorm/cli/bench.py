@@ -24,11 +24,10 @@ NOISE = 0.3  # a spread above this is marked
 def contestants(call, tokens, dtype, implementations):
     """({name: function that waits for its result}, the bytes that the op moves, the operations that XLA counts in its jnp form)"""
     rng = np.random.default_rng(0)
-    operands = [jax.device_put(o) for o in call.operands(lambda *shape: selfcheck.draw(rng, shape, dtype), tokens, call.model)]
+    operands = jax.device_put(call.operands(lambda *shape: selfcheck.draw(rng, shape, dtype), tokens, call.model))
     options = call.options(call.model)[0]
     plain = functools.partial(call.op, implementation="jnp", **options)
-    results = jax.tree.leaves(jax.eval_shape(plain, *operands))
-    moved = lowering.bytes_of([*map(jax.typeof, operands), *results])
+    moved = lowering.bytes_of(jax.tree.leaves((operands, jax.eval_shape(plain, *operands))))
     copied = jax.device_put(np.ones(moved // 8, np.float32))
 
     def waiting(f, *arrays):

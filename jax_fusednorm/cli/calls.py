@@ -13,7 +13,7 @@ from jax_fusednorm.core import ffi, lowering
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """op(*operands(a, tokens, width), **options(width)[0]): a(*shape) makes an array of the call's dtype.
+    """op(*operands(a, tokens, width), **options(width)[0]): a(*shape) makes an array of the call's dtype; operands are pytrees of arrays.
 
     options: several sets of them; all are tested, and the first is timed. small, model: two widths.
     """
@@ -24,6 +24,7 @@ class Call:
     model: int
     models: str
     options: Callable = lambda width: ({},)
+    differentiable: bool = True
 
     @property
     def name(self):
@@ -36,6 +37,14 @@ _GEMMA = dict(scale_offset=1.0)
 
 def _positions(tokens):
     return np.arange(tokens, dtype=np.int32)
+
+
+def _paged(a, tokens, width):
+    """One sequence, whose keys lie in their pages."""
+    pages = -(-tokens // 16)
+    cache = jax_fusednorm.PagedKVCache(a(pages, 2, 1, 16, 8, width), np.arange(pages, dtype=np.int32)[None], np.zeros(1, np.int32))
+    table = np.asarray(jax_fusednorm.rope_table(tokens, width))
+    return a(tokens, 32, width), cache, a(width), a(width), table, np.array([0, tokens], np.int32)
 
 
 def _gated(width):
@@ -57,6 +66,8 @@ CALLS = (
     Call(jax_fusednorm.matmul_partial_rms_norm, lambda a, t, n: (a(t, n), a(n * 33 // 112, n), a(n * 3 // 14)), 448, 7168, "DeepSeek-V3"),
     Call(jax_fusednorm.head_rms_norm_rope, lambda a, t, n: (a(t, 32, n), a(n), _positions(t)), 64, 128, "Qwen3", _rotated),
     Call(jax_fusednorm.qk_rms_norm_rope, lambda a, t, n: (a(t, 32, n), a(t, 8, n), a(n), a(n), _positions(t)), 64, 128, "Qwen3", _rotated),
+    Call(jax_fusednorm.qk_rms_norm_rope_paged, _paged, 64, 128, "Qwen3", lambda n: (dict(layer=0), dict(layer=0, style="interleaved", **_LLAMA)),
+         differentiable=False),
 )
 
 
@@ -71,8 +82,8 @@ def chosen(names):
 
 def shapes(call, tokens, width, dtype):
     """The operands as jax.ShapeDtypeStructs."""
-    return tuple(jax.ShapeDtypeStruct(o.shape, o.dtype)
-                 for o in call.operands(lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), tokens, width))
+    made = call.operands(lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), tokens, width)
+    return jax.tree.map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), made)
 
 
 def platform():

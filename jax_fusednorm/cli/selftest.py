@@ -21,16 +21,20 @@ def _is_float(a):
 
 def results_and_gradients(call, width, implementation, operands, cotangents):
     """All of them, under each of the call's sets of options. cotangents: of the results under one."""
+    leaves, tree = jax.tree.flatten(operands)
     found = []
     for options in call.options(width):
         def of_floats(*floats, options=options):
             given = iter(floats)
-            return call.op(*(next(given) if _is_float(o) else o for o in operands), implementation=implementation, **options)
+            arrays = [next(given) if _is_float(a) else a for a in leaves]
+            return jax.tree.leaves(call.op(*jax.tree.unflatten(tree, arrays), implementation=implementation, **options))
 
-        out, pull = jax.vjp(of_floats, *filter(_is_float, operands))
-        leaves, tree = jax.tree.flatten(out)
-        bars = [c.astype(leaf.dtype) for c, leaf in zip(cotangents, leaves)]
-        found += [*leaves, *pull(jax.tree.unflatten(tree, bars))]
+        floats = list(filter(_is_float, leaves))
+        if call.differentiable:
+            out, pull = jax.vjp(of_floats, *floats)
+            found += [*out, *pull([c.astype(o.dtype) for c, o in zip(cotangents, out)])]
+        else:
+            found += of_floats(*floats)
     return found
 
 
@@ -43,12 +47,12 @@ def compare(call, dtype, implementations):
         return jax.jit(lambda arrays, bars: results_and_gradients(call, call.small, implementation, arrays, bars))(arrays, bars)
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.enable_x64(True):
-        wide = lambda arrays: [a.astype(np.float64) if _is_float(a) else a for a in arrays]
+        wide = functools.partial(jax.tree.map, lambda a: a.astype(np.float64) if _is_float(a) else a)
         out = jax.eval_shape(functools.partial(call.op, implementation="jnp", **call.options(call.small)[0]), *wide(operands))
         cotangents = [selfcheck.draw(rng, leaf.shape, dtype) for leaf in jax.tree.leaves(out)]
         want = run("jnp", wide(operands), wide(cotangents))
-    allowed = selfcheck.tolerance(operands)
-    return {i: _failure(functools.partial(run, i, list(operands), cotangents), want, allowed) for i in implementations}
+    allowed = selfcheck.tolerance(jax.tree.leaves(operands))
+    return {i: _failure(functools.partial(run, i, operands, cotangents), want, allowed) for i in implementations}
 
 
 def _failure(run, want, allowed):
