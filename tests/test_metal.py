@@ -271,10 +271,12 @@ CHANGES = {
     "thread": (
         (("buffers.c", "pthread_mutex_lock(&kept.lock);\n  for", "for"), "data race", ("threads", "8", "200"), COPIES),
         (("launcher.cc", "std::lock_guard<std::mutex> guard(lock);", ""), "data race", ("threads", "8", "200"), {}),
+        (("trial.cc", "    std::lock_guard<std::mutex> guard(trial->lock);", ""), "data race", ("threads", "8", "5"), {}),
     ),
     "address,undefined": (
         (("buffers.c", "array->data, contents(array), array->bytes)", "array->data, contents(array), array->bytes + 4096)"),
          "heap-buffer-overflow", ("threads", "1", "5"), COPIES),
+        (("trial.cc", "if (trial->error.success()) trial->write_back();", ""), "a wrong value", ("threads", "1", "5"), {}),
         (("metal.c", "  free(bound);\n", ""), "detected memory leaks", ("threads", "2", "5"), {}),
         (("metal.c", "if (i) SEND", "if (i > 1) SEND"), "hazard: ", ("chain",), {}),
         (("metal.c", "send(encoder, \"endEncoding\");", ""), "order: ", ("chain",), {}),
