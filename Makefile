@@ -41,10 +41,10 @@ bench: $(VENV)/benchmarks-ready
 info: $(VENV)/examples-ready
 	$(BIN)/python -m jax_fusednorm info
 
-# The native libraries for Apple silicon, built on any machine, in build/macos.
+# The wheel for Apple silicon, built on any machine, in dist.
 macos: $(VENV)/test-ready
-	export PATH="$(CURDIR)/$(BIN):$$PATH" && \
-	  cmake -G Ninja -S metal_src -B build/macos --toolchain macos.cmake -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python && cmake --build build/macos
+	JAX_FUSEDNORM_MACOS=1 $(BIN)/pip wheel -q --no-deps -w dist .
+	JAX_FUSEDNORM_MACOS_WHEEL=$$(ls -t dist/*macosx*.whl | head -1) $(BIN)/python -m pytest -q --slow tests/test_macos.py
 
 # The stand-in for Apple's Metal driver, for tests (metal_src/emulator). Prints where it is.
 STANDIN := $(CURDIR)/build/standin/libstandin.so
