@@ -9,7 +9,7 @@ PYTEST ?=
 BIN := $(VENV)/bin
 SOURCES := $(shell find metal_src -type f)
 
-.PHONY: demo models mamba2 test slow bench info macos standin clean
+.PHONY: demo models mamba2 test slow bench info docs macos standin clean
 
 demo: $(VENV)/examples-ready
 	$(BIN)/python examples/train_lm.py --output out/train_lm.png
@@ -43,6 +43,11 @@ bench: $(VENV)/benchmarks-ready
 
 info: $(VENV)/examples-ready
 	$(BIN)/python -m jax_fusednorm info
+
+# The site, in build/site.
+docs:
+	test -x $(VENV)-docs/bin/mkdocs || { $(PYTHON) -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install -q --disable-pip-version-check mkdocs-material 'mkdocstrings[python]'; }
+	$(VENV)-docs/bin/mkdocs build -q --strict
 
 # The native libraries for Apple silicon, built on any machine, in build/macos.
 macos: $(VENV)/test-ready
