@@ -1,4 +1,4 @@
-# make demo: the main job.  make test: the tests.  make mamba2: the comparison with Hugging Face's models, which needs PyTorch.
+# make demo: the main job.  make test: the tests.  make mamba2, make serve: comparisons with Hugging Face's models, which need PyTorch.
 # Each sets up all it needs in a virtual environment of its own.
 # PYTHON: the interpreter.  JAX: what pip is asked for.  VENV: where it goes.  PYTEST: options for pytest.
 PYTHON ?= python3
@@ -9,13 +9,16 @@ PYTEST ?=
 BIN := $(VENV)/bin
 SOURCES := $(shell find metal_src -type f)
 
-.PHONY: demo mamba2 test slow bench info macos standin clean
+.PHONY: demo mamba2 serve test slow bench info macos standin clean
 
 demo: $(VENV)/examples-ready
 	$(BIN)/python examples/train_lm.py --output out/train_lm.png
 
 mamba2: $(VENV)/models-ready
 	$(BIN)/python examples/mamba2.py
+
+serve: $(VENV)/models-ready
+	$(BIN)/python examples/serve_qwen3.py --time
 
 # The kernels are tested wherever they can run: Metal's on Apple silicon, and on x86-64 Linux over a stand-in for its driver.
 MACHINE := $(shell uname -sm)
