@@ -1,6 +1,7 @@
 """RMSNorm and rotary position embedding of the queries and keys of a ragged batch, with the keys and values kept in a paged cache."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +169,22 @@ def reference(q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offset
 
 
 def kernel(call, q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offsets, layer, *arrays, spec):
-    return NotImplemented
+    heads, width = pages.shape[-2:]
+    starts = dict(q_start=spec.q_start, k_start=spec.k_start, v_start=spec.v_start)
+    aligned = math.gcd(width, 8)  # whatever the width, a GPU loads no more channels at once
+    if spec.num_heads is not None and any(n % aligned for n in (q.shape[1], *starts.values()) if n is not None):
+        q, *arrays = (x for x in sources(q, arrays, spec, heads, width) if x is not None)
+        starts = dict(q_start=0, k_start=None, v_start=None)
+    num_heads = q.shape[1] if q.ndim == 3 else spec.num_heads
+    return call("qk_rms_norm_rope_paged", [jax.ShapeDtypeStruct((q.shape[0], num_heads, width), q.dtype), jax.ShapeDtypeStruct(pages.shape, q.dtype)],
+                q, pages, page_table, lengths, offsets, layer, freqs_cis, *arrays, *_heads.kernel_scales(q, q_scale, k_scale), aliases={1: 1},
+                num_heads=num_heads, **_keys_and_values(starts, len(arrays)), **_heads.rotation_attributes(spec))
+
+
+def _keys_and_values(starts, arrays):
+    """Where the kernel finds them: -1 where they are no columns of q."""
+    own = [name for name in ("k", "v") if starts[f"{name}_start"] is None][:arrays]
+    return dict({name: -1 if start is None else start for name, start in starts.items()}, has_k="k" in own, has_v="v" in own)
 
 
 def _jvp(primals, tangents, spec):
