@@ -1,4 +1,5 @@
-# make demo: the main job.  make test: the tests.  make models: the comparisons with Hugging Face's models, which need PyTorch; make mamba2: one.
+# make demo: the main job.  make test: the tests.  make models: the comparisons with Hugging Face's models, which need PyTorch;
+# make mamba2, make serve: one of them.
 # Each sets up all it needs in a virtual environment of its own.
 # PYTHON: the interpreter.  JAX: what pip is asked for.  VENV: where it goes.  PYTEST: options for pytest.
 PYTHON ?= python3
@@ -9,16 +10,19 @@ PYTEST ?=
 BIN := $(VENV)/bin
 SOURCES := $(shell find metal_src -type f)
 
-.PHONY: demo models mamba2 test slow bench info docs macos standin clean
+.PHONY: demo models mamba2 serve test slow bench info docs macos standin clean
 
 demo: $(VENV)/examples-ready
 	$(BIN)/python examples/train_lm.py --output out/train_lm.png
 
 models: $(VENV)/models-ready
-	for example in gemma nemotron_h mamba2 mla count; do echo "== $$example" && $(BIN)/python examples/$$example.py || exit 1; done
+	for example in gemma nemotron_h serve_qwen3 mamba2 mla count; do echo "== $$example" && $(BIN)/python examples/$$example.py || exit 1; done
 
 mamba2: $(VENV)/models-ready
 	$(BIN)/python examples/mamba2.py
+
+serve: $(VENV)/models-ready
+	$(BIN)/python examples/serve_qwen3.py --time
 
 # The kernels are tested wherever they can run: Metal's on Apple silicon, and on x86-64 Linux over a stand-in for its driver.
 MACHINE := $(shell uname -sm)

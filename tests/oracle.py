@@ -266,6 +266,44 @@ def head_rms_norm_rope(x, scale, positions, *, theta=10000.0, rope_dim=None, sty
     return np.where(known, out, 0.0), np.where(known, size, 0.0)
 
 
+def paged_places(q_rows, page_table, lengths, offsets, layer, pages_shape, max_positions):
+    """[(position, (page, layer, row))] of every token, None for what it has not (SPEC 7 and 10). Python's integers do not overflow."""
+    num_pages, _, layers, page_size = pages_shape[:4]
+    table, starts, top = np.asarray(page_table), [], 0
+    for offset in np.asarray(offsets).tolist():
+        top = max(top, offset) if starts else offset
+        starts.append(min(max(top, 0), q_rows))
+    found = []
+    for token in range(q_rows):
+        position = slot = None
+        for b, length in enumerate(np.asarray(lengths).tolist()):
+            if starts[b] <= token < starts[b + 1] and 0 <= length + token - starts[b] < max_positions:
+                position = length + token - starts[b]
+                entry, row = divmod(position, page_size)
+                page = int(table[b, entry]) if entry < table.shape[1] else -1
+                slot = (page, int(layer), row) if 0 <= page < num_pages and 0 <= layer < layers else None
+        found.append((position, slot))
+    return found
+
+
+def qk_rms_norm_rope_paged(q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offsets, layer, k=None, v=None, *, round_before_rope=True,
+                           **options):
+    """(queries, their summands' sizes; {slot: the tokens that lie there}; keys, sizes, and values of every token, None where none are stored)."""
+    found = paged_places(len(q), page_table, lengths, offsets, layer, np.shape(pages), len(freqs_cis))
+    slots = {}
+    for token, (_, slot) in enumerate(found):
+        if slot is not None:
+            slots.setdefault(slot, []).append(token)
+    if k is None:
+        k = np.zeros((len(q), *np.shape(pages)[-2:]), q.dtype)
+        for (page, at, row), tokens in slots.items():
+            k[tokens] = np.asarray(pages)[page, 0, at, row]
+    positions = np.array([-1 if position is None else position for position, _ in found], int)
+    queries, keys = (head_rms_norm_rope(x, scale, positions, freqs_cis=freqs_cis, round_before_rope=round_before_rope, **options)
+                     for x, scale in ((q, q_scale), (k, k_scale)))
+    return queries, slots, (*keys, v)
+
+
 def matmul_partial_rms_norm_vjp(x, weight, scale, dnormed, dunnormed, *, transpose_b=True, epsilon=1e-6, scale_offset=0.0,
                                 multiply_before_cast=True):
     """(cotangent of x, its size), (cotangent of weight, its size), cotangent of scale. The size of a sum is that of its summands taken

@@ -103,6 +103,22 @@ def integer(op, argument, value, at_least=0):
     return int(value)
 
 
+def int32(op, argument, value, shape, what):
+    """Integers of `shape`, in which None is any number, as int32: those beyond it count as its ends."""
+    value = array(op, argument, value)
+    if not jnp.issubdtype(value.dtype, jnp.integer) or len(value.shape) != len(shape) or any(n not in (None, m) for n, m in zip(shape, value.shape)):
+        fail(op, argument, f"{value.dtype}{list(value.shape)}", f"integers of shape {['any' if n is None else n for n in shape]} were wanted, {what}")
+    return clipped(value)
+
+
+def clipped(value):
+    """Integers as int32, of which those beyond it become its ends."""
+    ends, own = jnp.iinfo(jnp.int32), jnp.iinfo(value.dtype)
+    if own.max > ends.max:
+        value = jnp.clip(value, max(own.min, ends.min), ends.max)
+    return value.astype(jnp.int32)
+
+
 def divisor(op, argument, value, width, of):
     """A static integer that divides `width`."""
     value = integer(op, argument, value, at_least=1)

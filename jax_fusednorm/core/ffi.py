@@ -52,14 +52,17 @@ def target(launcher, kernel):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """call(kernel, results, *operands, **attributes) emits the custom call of one of a launcher's kernels, while lowering."""
+    """call(kernel, results, *operands, **attributes) emits the custom call of one of a launcher's kernels, while lowering.
+
+    aliases: {operand: result} that share their memory, in which XLA has copied the operand where someone else still needs it.
+    """
 
     launcher: str
 
-    def __call__(self, kernel, results, *operands, **attributes):
+    def __call__(self, kernel, results, *operands, aliases=None, **attributes):
         # the handlers' float attributes are float32
         attributes = {name: np.float32(value) if isinstance(value, float) else value for name, value in attributes.items()}
-        return jax.ffi.ffi_call(target(self.launcher, kernel), results)(*operands, **attributes)
+        return jax.ffi.ffi_call(target(self.launcher, kernel), results, input_output_aliases=aliases)(*operands, **attributes)
 
 
 @functools.cache

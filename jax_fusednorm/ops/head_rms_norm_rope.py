@@ -162,12 +162,8 @@ def checked_positions(op, positions, x, frequencies):
     positions = checks.array(op, "positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         checks.fail(op, "positions", f"{positions.dtype}", "integers were wanted: cast them with `.astype(jnp.int32)`")
-    ends = jnp.iinfo(jnp.int32)
-    own = jnp.iinfo(positions.dtype)
-    if own.max > ends.max:
-        positions = jnp.clip(positions, max(own.min, ends.min), ends.max)
     try:
-        return sharding.broadcast_rows(positions.astype(jnp.int32), x, x.ndim - 2)
+        return sharding.broadcast_rows(checks.clipped(positions), x, x.ndim - 2)
     except ValueError:
         checks.fail(op, "positions", f"of shape {list(positions.shape)}", f"what broadcasts to {list(x.shape[:-2])} was wanted, a position "
                     "for each token")
@@ -207,10 +203,18 @@ def reference(x, positions, frequencies, scale=None, *, spec, mean=last_mean):
                                     for dtype, layout in spec.copies]
 
 
-def kernel_attributes(spec, has_k=False, head_major=0):
+def rotation_attributes(spec):
     return dict(epsilon=spec.epsilon, scale_offset=spec.scale_offset, multiply_before_cast=spec.multiply_before_cast,
-                round_before_rope=spec.round_before_rope, style=np.int32(STYLES.index(spec.style)), suffix=spec.placement == "suffix",
-                has_k=has_k, head_major=np.int64(head_major))
+                round_before_rope=spec.round_before_rope, style=np.int32(STYLES.index(spec.style)), suffix=spec.placement == "suffix")
+
+
+def kernel_attributes(spec, has_k=False, head_major=0):
+    return dict(rotation_attributes(spec), has_k=has_k, head_major=np.int64(head_major))
+
+
+def kernel_scales(x, *scales):
+    """The scales as the kernels take them: all of x's dtype, or all float32."""
+    return scales if all(s.dtype == x.dtype for s in scales) else [s.astype(jnp.float32) for s in scales]
 
 
 def kernel(call, x, positions, frequencies, scale=None, *, spec):

@@ -59,9 +59,7 @@ def reference(q, k, positions, frequencies, q_scale=None, k_scale=None, *, spec,
 
 
 def kernel(call, q, k, positions, frequencies, q_scale=None, k_scale=None, *, spec):
-    scales = [] if q_scale is None else [q_scale, k_scale]
-    if scales and not q_scale.dtype == k_scale.dtype == q.dtype:
-        scales = [s.astype(jnp.float32) for s in scales]
+    scales = [] if q_scale is None else _heads.kernel_scales(q, q_scale, k_scale)
     return call("head_rms_norm_rope", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)], q, positions, frequencies, k, *scales,
                 **_heads.kernel_attributes(spec, has_k=True))
 

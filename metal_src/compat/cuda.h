@@ -36,11 +36,13 @@ static __device__ inline To as_type(From from) {
 namespace metal {
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 static __device__ inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
+static __device__ inline void simdgroup_barrier(mem_flags) { __syncwarp(); }
 static __device__ inline float simd_sum(float x) {
   for (int d = SIMD_WIDTH / 2; d > 0; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
   return x;
 }
 static __device__ inline float simd_shuffle_xor(float x, ushort mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+static __device__ inline int simd_min(int x) { return __reduce_min_sync(0xffffffffu, x); }
 static __device__ inline uint mulhi(uint a, uint b) { return __umulhi(a, b); }
 }  // namespace metal
 

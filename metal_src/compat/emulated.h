@@ -37,6 +37,8 @@ inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 TOGETHER void threadgroup_barrier(mem_flags flags, HERE) { emulator->barrier(int(flags), file, line); }
 
+TOGETHER void simdgroup_barrier(mem_flags flags, HERE) { emulator->simdgroup_barrier(int(flags), file, line); }
+
 // Neighbours first: one order of the many that a GPU may use.
 TOGETHER float simd_sum(float x, HERE) {
   float all[32];
@@ -49,6 +51,13 @@ TOGETHER float simd_sum(float x, HERE) {
 TOGETHER float simd_shuffle_xor(float x, ushort mask, HERE) {
   float all[32];
   return all[emulator->exchange(x, all, file, line) ^ mask];
+}
+
+TOGETHER int simd_min(int x, HERE) {
+  float all[32];
+  emulator->exchange(as_type<float>(x), all, file, line);
+  for (float other : all) x = as_type<int>(other) < x ? as_type<int>(other) : x;
+  return x;
 }
 
 }  // namespace metal

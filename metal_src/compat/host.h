@@ -17,8 +17,10 @@
 namespace {
 namespace metal {
 inline void threadgroup_barrier(mem_flags) {}
+inline void simdgroup_barrier(mem_flags) {}
 inline float simd_sum(float x) { return x; }
 inline float simd_shuffle_xor(float x, ushort) { return x; }
+inline int simd_min(int x) { return x; }
 // Where there is no such instruction a call for each element would be slower than the rest; nothing here needs it to be fused.
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -34,6 +34,8 @@ enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
 float simd_sum(float x);
 float simd_shuffle_xor(float x, ushort mask);
+int simd_min(int x);
+void simdgroup_barrier(mem_flags);
 float fma(float a, float b, float c);
 float rint(float x);
 float rsqrt(float x);

@@ -62,6 +62,7 @@ const Emulator* emulator_functions();
 struct Clock {
   uint32_t now = 0, wave = 0, dispatch = 0, group = 0, groups = 0;
   uint32_t barrier[2] = {};  // the threadgroup's last barrier for device memory, for threadgroup memory
+  uint32_t simdgroup_barrier[most_threads / simd_lanes][2] = {};  // each simdgroup's
 };
 
 struct Running {

@@ -6,6 +6,7 @@
 struct Emulator {
   void (*access)(const void* address, size_t bytes, bool write, bool aligned, const void* pc);
   void (*barrier)(int mem_flags, const char* file, int line);
+  void (*simdgroup_barrier)(int mem_flags, const char* file, int line);
   unsigned (*exchange)(float mine, float* all, const char* file, int line);  // the 32 lanes' values, in order; returns this lane's number
 };
 

@@ -67,10 +67,18 @@ void barrier(int flags, const char* file, int line) {
   meet(Lane::AtBarrier, file, line);
 }
 
+void simdgroup_barrier(int flags, const char* file, int line) {
+  float nothing[simd_lanes];
+  lanes[running.thread].flags = flags;
+  lanes[running.thread].all = nothing;
+  meet(Lane::InSimd, file, line);
+}
+
 unsigned exchange(float mine, float* all, const char* file, int line) {
   const unsigned thread = running.thread;
   lanes[thread].mine = mine;
   lanes[thread].all = all;
+  lanes[thread].flags = 0;
   meet(Lane::InSimd, file, line);
   return thread % simd_lanes;
 }
@@ -94,6 +102,13 @@ void diverged(const char* checker, const Dispatch& d, unsigned n, unsigned of, c
   stopped = true;
 }
 
+// A barrier for the memories that its flags name.
+void order_accesses(int flags, uint32_t* barrier) {
+  ++running.clock.now;
+  for (int space = 0; space < 2; ++space)
+    if (flags >> space & 1) barrier[space] = running.clock.now;
+}
+
 // Nobody can go on. Lets the lanes of complete simdgroups go on, else the whole threadgroup, if it waits at one barrier.
 void let_go_on(Dispatch& d) {
   bool any = false;
@@ -104,7 +119,8 @@ void let_go_on(Dispatch& d) {
       for (unsigned k = 0; k < simd_lanes; ++k) lanes[i].all[k] = lanes[s + k].mine;
       lanes[i].state = Lane::Ready;
     }
-    ++d.exchanges;
+    if (!where->flags) ++d.exchanges;
+    order_accesses(where->flags, running.clock.simdgroup_barrier[s / simd_lanes]);
     any = true;
   }
   if (any) return;
@@ -113,9 +129,7 @@ void let_go_on(Dispatch& d) {
   const unsigned n = waiting(lanes, d.threads, Lane::AtBarrier, &where);
   if (n && n < d.threads) return diverged("barrier", d, n, d.threads, where);
   if (!n) return;
-  ++running.clock.now;
-  for (int space = 0; space < 2; ++space)
-    if (where->flags >> space & 1) running.clock.barrier[space] = running.clock.now;
+  order_accesses(where->flags, running.clock.barrier);
   for (unsigned i = 0; i < d.threads; ++i) lanes[i].state = Lane::Ready;
   ++d.barriers;
 }
@@ -167,7 +181,7 @@ void maybe_switch() {
 void new_wave() { running.clock.wave = ++running.clock.now; }
 
 const Emulator* emulator_functions() {
-  static const Emulator functions = {access, barrier, exchange};
+  static const Emulator functions = {access, barrier, simdgroup_barrier, exchange};
   return &functions;
 }
 

@@ -1,6 +1,7 @@
 // What is checked at every access: bounds, alignment, constness, initialisation, and its order to the accesses of other threads.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -17,8 +18,9 @@ namespace {
 struct Cell {
   uint32_t writer = 0, written = 0, reader = 0, read = 0;
   uint32_t elsewhere = 0;  // when another threadgroup read it before
-  bool many = false;       // several threads have read it at `read`
+  bool many = false;       // several threads of the reader's simdgroup have read it at `read`
 };
+constexpr uint32_t several = ~0u;  // a reader: threads of different simdgroups
 
 constexpr size_t cell_bytes = 2, page_cells = 2048;
 auto& pages = *new std::unordered_map<uintptr_t, std::unique_ptr<Cell[]>>;  // never destroyed: threads may outlive main
@@ -124,10 +126,12 @@ void access(const void* pointer, size_t bytes, bool write, bool aligned, const v
   for (size_t i = 0; i < bytes; ++i) r->touched[it.address - r->base + i] |= write ? 2 : 1;
 
   const Clock& c = running.clock;
-  const uint32_t me = c.groups * most_threads + running.thread, since = r->shared ? c.group : c.wave, time = c.barrier[r->shared];
+  const uint32_t me = c.groups * most_threads + running.thread, since = r->shared ? c.group : c.wave, barrier = c.barrier[r->shared];
+  const uint32_t time = std::max(barrier, c.simdgroup_barrier[running.thread / simd_lanes][r->shared]);
   // what happened before `since` is ordered; after it, only the same thread's accesses are, and those before a barrier that both met
+  const auto near = [&](uint32_t thread) { return thread / simd_lanes == me / simd_lanes; };
   const auto unordered = [&](uint32_t thread, uint32_t then) {
-    return then >= since && (then < c.group || (then == time && thread != me));
+    return then >= since && (then < c.group || (near(thread) ? then == time && thread != me : then >= barrier));
   };
   for (uintptr_t at = it.address / cell_bytes; at <= (it.address + bytes - 1) / cell_bytes; ++at) {
     Cell& cell = cell_at(at);
@@ -135,15 +139,16 @@ void access(const void* pointer, size_t bytes, bool write, bool aligned, const v
     if (write) {
       if (cell.elsewhere >= since)
         it.conflict(*r, cell.elsewhere, "read");
-      else if (unordered(cell.many ? ~me : cell.reader, cell.read))
+      else if (unordered(cell.many && near(cell.reader) ? me ^ 1 : cell.reader, cell.read))
         it.conflict(*r, cell.read, "read");
       cell.writer = me;
       cell.written = time;
     } else {
       if (r->shared && cell.written < c.group) it.complain("uninitialised", "of threadgroup memory that nobody has written");
       if (cell.read < c.group) cell.elsewhere = cell.read;
-      cell.many = cell.read == time && (cell.many || cell.reader != me);
-      cell.reader = me;
+      const bool known = cell.read >= barrier;
+      cell.many = known && near(cell.reader) && cell.read == time && (cell.many || cell.reader != me);
+      cell.reader = known && !near(cell.reader) ? several : me;
       cell.read = time;
     }
   }

@@ -50,6 +50,13 @@ inline ffi::Error rows_of(const char* op, const In& x, Rows* out) {
 inline void bind(Launch& launch, const In& in) { launch.bind(in.untyped_data(), in.size_bytes(), false); }
 inline void bind(Launch& launch, Out& out) { launch.bind(out->untyped_data(), out->size_bytes(), true); }
 
+// A result that is the operand's own memory, of which the kernel may leave parts as they are.
+inline ffi::Error bind_updated(Launch& launch, const char* op, const In& in, Out& out) {
+  if (in.untyped_data() != out->untyped_data()) return refuse(std::string(op) + ": an operand and the result that takes its place are two arrays");
+  launch.bind(out->untyped_data(), out->size_bytes(), true, true);
+  return ffi::Error::Success();
+}
+
 inline ffi::Error expect(const char* op, const char* name, uint64_t elements, uint64_t wanted) {
   if (elements == wanted) return ffi::Error::Success();
   return refuse(std::string(op) + ": " + name + " has " + std::to_string(elements) + " elements, but " + std::to_string(wanted) + " were wanted");

@@ -1,12 +1,8 @@
-#include <algorithm>
-
-#include "ffi/handler.h"
-#include "launch/shape.h"
+#include "ffi/heads.h"
 
 namespace {
 
 constexpr size_t most_copies = 6;  // that the kernel has buffers for
-enum Style { neox, interleaved, proportional };
 
 // [..., tokens, heads, width] of x, and how many tokens one sequence has.
 struct Heads {
@@ -27,29 +23,6 @@ ffi::Error heads_of(const char* op, const In& x, Heads* at) {
   at->heads = uint32_t(heads);
   at->width = uint32_t(width);
   return ffi::Error::Success();
-}
-
-// What the angles are, and which channels they turn.
-ffi::Error rotation_of(const char* op, const In& angles, int32_t style, bool suffix, HeadNormRopeParams* p) {
-  const auto shape = angles.dimensions();
-  p->table = angles.element_type() == ffi::DataType::F32;
-  const bool right = shape.size() == 2 && (p->table ? shape[1] % 2 == 0 : angles.element_type() == ffi::DataType::U32 && shape[1] == 2);
-  if (!right) return refuse(std::string(op) + ": the angles must be turns, uint32 [pairs, 2], or a table, float32 [positions, 2 pairs]");
-  const uint64_t rows = p->table ? shape[0] : 0, pairs = p->table ? shape[1] / 2 : shape[0];
-  if (style < neox || style > proportional || (style == proportional && suffix)) return refuse(std::string(op) + ": no such pairs");
-  if (2 * pairs > p->width) return refuse(std::string(op) + ": more pairs than channels for them");
-  p->table_rows = uint32_t(std::min<uint64_t>(rows, 1u << 31));  // a position is less
-  p->pairs = uint32_t(pairs);
-  p->first = suffix && pairs ? p->width - 2 * p->pairs : 0;
-  p->interleaved = style == interleaved;
-  p->distance = style == interleaved ? 1 : style == neox && pairs ? p->pairs : p->width / 2;
-  return ffi::Error::Success();
-}
-
-// Where the threads that share a head find the two channels of a pair.
-Argument pairs_of(const HeadNormRopeParams& p, const HeadShape& shape) {
-  if (p.interleaved) return shape.lanes == 1 || shape.v % 2 == 0 ? Argument::Adjacent : Argument::Apart;
-  return shape.full && 2 * p.distance == p.width ? Argument::Halves : Argument::Apart;
 }
 
 ffi::Error head_rms_norm_rope(launcher::Context context, In x, In positions, In angles, ffi::RemainingArgs args, Out out,
@@ -81,16 +54,7 @@ ffi::Error head_rms_norm_rope(launcher::Context context, In x, In positions, In 
     p.k_heads = of_k.heads;
   }
   In x_scale = x, k_scale = x;
-  if (!rest.empty()) {
-    Argument type;
-    RETURN_IF_ERROR(rest.take("the scale", at.width, &x_scale));
-    if (!storage_of(x_scale.element_type(), &type) || (type != Argument::Float && type != at.storage))
-      return refuse(std::string(op) + ": the scale must be float32 or of x's dtype");
-    p.scale = type == Argument::Float ? float_scale : storage_scale;
-    k_scale = x_scale;
-    if (has_k) RETURN_IF_ERROR(rest.take("the scale of k", at.width, &k_scale));
-    if (k_scale.element_type() != x_scale.element_type()) return refuse(std::string(op) + ": the two scales must be of one dtype");
-  }
+  RETURN_IF_ERROR(scales_of(op, rest, at.storage, has_k, &x_scale, &k_scale, &p));
 
   const size_t copies = has_k ? 0 : more.size();
   if (copies > most_copies) return refuse(std::string(op) + ": more than " + std::to_string(most_copies) + " copies");
@@ -107,16 +71,8 @@ ffi::Error head_rms_norm_rope(launcher::Context context, In x, In positions, In 
   p.copies = uint(copies);
   p.head_major = uint(head_major);
 
-  const HeadShape shape = head_shape(at.width, bytes_of(at.storage), launcher::threads_a_team);
-  const uint32_t at_once = launcher::threads_a_team / shape.lanes;
-  const uint32_t walks = (p.heads + at_once - 1) / at_once + (p.k_heads + at_once - 1) / at_once;
-  p.lanes = shape.lanes;
-  p.parts = std::max(std::min(walks, launcher::enough_teams / std::max(at.tokens, 1u)), 1u);
-  const bool rounds_y = at.storage != Argument::Float, in_t = rounds_y && !multiply_before_cast;
-
-  Launch launch(op);
-  launch.specialize(at.storage, flag(in_t), flag(in_t || (rounds_y && round_before_rope)), pairs_of(p, shape));
-  launch.heads = true;
+  uint32_t teams;
+  Launch launch = launch_of_heads(op, at.storage, multiply_before_cast, round_before_rope, {p.heads, p.k_heads}, &p, &teams);
   bind(launch, x);
   bind(launch, k);
   bind(launch, positions);
@@ -127,8 +83,7 @@ ffi::Error head_rms_norm_rope(launcher::Context context, In x, In positions, In 
   bind(launch, k_out);
   for (Out& each : copy) bind(launch, each);
   const size_t bytes = 2 * (x.size_bytes() + (has_k ? k.size_bytes() : 0)) + copied;
-  const uint64_t teams = walks ? uint64_t(p.tokens) * p.parts : 0;
-  launch.over(uint32_t(teams), at, teams ? bytes / teams : 0, 4, p);
+  launch.over(teams, at, teams ? bytes / teams : 0, 4, p);
   return launcher::run(context, launch);
 }
 

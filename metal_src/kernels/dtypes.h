@@ -49,6 +49,12 @@ inline void store_pack(device T* row, int i, Floats<V> f) {
   reinterpret_cast<device Pack<T, V>*>(row)[i] = p;
 }
 
+// Bit for bit.
+template <int V, typename T>
+inline void copy_pack(device T* to, device const T* from, int i) {
+  reinterpret_cast<device Pack<T, V>*>(to)[i] = reinterpret_cast<device const Pack<T, V>*>(from)[i];
+}
+
 // Element k of a row of T, from the 4-byte word that holds it.
 template <typename T>
 inline float element(device const T*, uint word, int k) {

@@ -52,6 +52,11 @@ inline void load_gains(thread Kept<V, R>& gains, HEAD head, Share share, int bas
   FOR_MINE(c, R, packs) gains.put(c, load_gain<V>(head, share.at(base + c)));
 }
 
+template <int V, int R, typename U>
+inline void store_head(device U* out, thread Kept<V, R>& kept, Share share, int base, int packs) {
+  FOR_MINE(c, R, packs) store_pack<V>(out, share.at(base + c), kept.get(c));
+}
+
 // The rotations of a thread's pairs, the packs base .. base + packs - 1 of it.
 template <typename PAIRS, int V, int R>
 struct Rotations {
@@ -118,6 +123,12 @@ template <typename PAIRS, int V, int R, typename HEAD>
 inline void turn_head(thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gains, thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share,
                       int, int width) {
   turn_into(kept.v, head, gains, rotations, rope, width);
+}
+
+template <typename PAIRS, int V, int R, typename HEAD, typename U>
+inline void turn_and_store(device U* out, thread Kept<V, R>&, HEAD head, thread Kept<V, R>& gains, thread Rotations<PAIRS, V, R>& rotations,
+                           Rope rope, Share, int, int width, bool) {
+  turn_into(out, head, gains, rotations, rope, width);
 }
 
 #else
@@ -241,9 +252,42 @@ inline void turn_head(thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gai
   rotate(kept, rotations, rope, head, share, base, packs - base);
 }
 
+// A head's channels, each read again, normed, turned and written by one thread, which need not be the one that summed its square.
+template <typename HEAD, typename U>
+inline void turn_in_place(device U* out, HEAD head, Rope rope, Share share, int width) {
+  simdgroup_barrier(mem_flags::mem_device);  // the sum has been read
+  for (int pair = share.rank; pair < (width > 0 ? rope.pairs : 0); pair += share.lanes) {
+    const int a = rope.first + pair * (rope.interleaved ? 2 : 1), b = a + rope.distance;
+    const Floats<1> y_a = normed(head, load_pack<1>(head.x, a), load_gain<1>(head, a)), y_b = normed(head, load_pack<1>(head.x, b), load_gain<1>(head, b));
+    const Rotation r = rope.rotation_of(pair);
+    const Floats<2> f = turned(y_a.v[0], y_b.v[0], r.cosine, r.sine);
+    out[a] = U(f.v[0]);
+    out[b] = U(f.v[1]);
+  }
+  for (int i = share.rank; i < width; i += share.lanes)
+    if (!rope.turns_pair(rope.pair_of(i))) store_pack<1>(out, i, normed(head, load_pack<1>(head.x, i), load_gain<1>(head, i)));
+}
+
+// width: of the head, 0 if there is none. in_place: it lies in `out`. A thread that has whole pairs has read all that it writes.
+template <typename PAIRS, int V, int R, typename HEAD, typename U>
+inline void turn_and_store(device U* out, thread Kept<V, R>& kept, HEAD head, thread Kept<V, R>& gains, thread Rotations<PAIRS, V, R>& rotations,
+                           Rope rope, Share share, int packs, int width, bool in_place) {
+  if (in_place && PAIRS::packs * PAIRS::elements == 1) {
+    turn_in_place(out, head, rope, share, width);
+    return;
+  }
+  for (int base = 0; base < packs; base += R) {
+    turn_head(kept, head, gains, rotations, rope, share, base, packs);
+    store_head(out, kept, share, base, packs - base);
+  }
+}
+
 #endif
 
-template <int V, int R, typename U>
-inline void store_head(device U* out, thread Kept<V, R>& kept, Share share, int base, int packs) {
-  FOR_MINE(c, R, packs) store_pack<V>(out, share.at(base + c), kept.get(c));
+// 1 / the root of the mean square of a head whose first packs were asked for.
+template <int V, int R, typename T>
+inline float inverse_rms(thread Ahead<T, V, R>& ahead, device const T* x, Share share, int packs, thread Kept<V, R>& kept, uint width, float epsilon) {
+  float squares = sum_of_squares(ahead, x, share, packs, kept);
+  for (int mask = share.lanes / 2; mask > 0; mask /= 2) squares += simd_shuffle_xor(squares, ushort(mask));
+  return rsqrt(squares / float(width) + epsilon);
 }

@@ -82,11 +82,7 @@ kernel void head_rms_norm_rope(
     head.scale = at.of_k ? k_scale : x_scale;
     if (all <= R && gains_of != int(at.of_k)) load_gains(gains, head, share, 0, all);
     gains_of = at.of_k;
-    if (rope.known) {
-      float squares = sum_of_squares(ahead, head.x, share, packs, kept);
-      for (int mask = share.lanes / 2; mask > 0; mask /= 2) squares += simd_shuffle_xor(squares, ushort(mask));
-      head.r = rsqrt(squares / float(p.width) + p.epsilon);
-    }
+    if (rope.known) head.r = inverse_rms(ahead, head.x, share, packs, kept, p.width, p.epsilon);
     walk += p.parts;
     next = find_head(p, token, walk, x_walks, at_once, place);
     if (rope.known) ask_for(ahead, (next.of_k ? k : x) + next.start, share, next.some ? all : 0);

@@ -52,6 +52,24 @@ struct HeadNormRopeParams {
   float scale_offset;
 };
 
+struct PagedHeadsParams {
+  HeadNormRopeParams heads;  // of q and of k; v has as many as k
+  uint q_stride;             // elements from a token to the next, and where its heads begin among them
+  uint q_start;
+  uint k_stride;
+  uint k_start;
+  uint v_stride;
+  uint v_start;
+  uint has_k;                // else it lies in its slots
+  uint has_v;
+  uint sequences;
+  uint table_width;          // pages that a sequence may have
+  uint pages;                // that there are
+  uint sides;                // of a page: k and v, or k alone
+  uint layers;
+  uint page_size;            // tokens
+};
+
 struct PartialNormParams {
   uint rows;
   uint width;    // columns that are normed

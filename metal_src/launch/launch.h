@@ -20,6 +20,7 @@ struct Launch {
   void* buffers[16];          // in the order of [[buffer(n)]]; the params come last
   size_t buffer_bytes[16];
   bool written[16];
+  bool fresh[16];             // holds nothing yet
   int buffer_count = 0;
   uint32_t teams;             // rows, or blocks of rows
   uint32_t width;             // elements that a team shares
@@ -45,9 +46,10 @@ struct Launch {
     params = &p;
     params_bytes = sizeof(p);
   }
-  void bind(const void* data, size_t bytes, bool write) {
+  void bind(const void* data, size_t bytes, bool write, bool update = false) {
     buffers[buffer_count] = const_cast<void*>(data);
     buffer_bytes[buffer_count] = bytes;
+    fresh[buffer_count] = write && !update;
     written[buffer_count++] = write;
   }
 };

@@ -77,7 +77,7 @@ ffi::Error run(Context stream, const Launch& launch) {
   cudaError_t error = cudaSuccess;
   if (poison)
     for (int i = 0; i < launch.buffer_count && error == cudaSuccess; ++i)
-      if (launch.written[i] && launch.buffer_bytes[i]) error = cudaMemsetAsync(launch.buffers[i], 0xff, launch.buffer_bytes[i], stream);
+      if (launch.fresh[i] && launch.buffer_bytes[i]) error = cudaMemsetAsync(launch.buffers[i], 0xff, launch.buffer_bytes[i], stream);
   if (blocks && error == cudaSuccess) {
     void* arguments[17];
     std::transform(launch.buffers, launch.buffers + launch.buffer_count, arguments, [](void* const& buffer) { return const_cast<void**>(&buffer); });

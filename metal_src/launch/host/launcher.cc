@@ -144,10 +144,10 @@ ffi::Error run(Context& pool, const Launch& launch) {
   const Entry entry = host::find(launch.kernel, launch.variant, host::level());
   if (!entry) return ffi::Error(ffi::ErrorCode::kUnimplemented, "the host library has no kernel " + spelled(launch));
   for (int i = 0; i < launch.buffer_count; ++i)
-    if (launch.written[i] && launch.buffer_bytes[i] >= large_bytes) ask_for_huge_pages(launch.buffers[i], launch.buffer_bytes[i]);
+    if (launch.fresh[i] && launch.buffer_bytes[i] >= large_bytes) ask_for_huge_pages(launch.buffers[i], launch.buffer_bytes[i]);
   if (poison)
     for (int i = 0; i < launch.buffer_count; ++i)
-      if (launch.written[i]) std::memset(launch.buffers[i], 0xff, launch.buffer_bytes[i]);
+      if (launch.fresh[i]) std::memset(launch.buffers[i], 0xff, launch.buffer_bytes[i]);
   if (launch.teams == 0) return ffi::Error::Success();
 
   void* buffers[16];

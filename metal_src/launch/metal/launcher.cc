@@ -97,7 +97,7 @@ ffi::Error run(Context&, const Launch* launches, int count) {
   for (const Launch* launch = launches; launch < launches + count; ++launch) {
     if (poison)
       for (int i = 0; i < launch->buffer_count; ++i)
-        if (launch->written[i]) std::memset(launch->buffers[i], 0xff, launch->buffer_bytes[i]);
+        if (launch->fresh[i]) std::memset(launch->buffers[i], 0xff, launch->buffer_bytes[i]);
     if (launch->teams == 0) continue;
 
     Shape shape;

@@ -1,0 +1,63 @@
+// What the handlers of heads share.
+#pragma once
+#include <algorithm>
+#include <initializer_list>
+
+#include "ffi/handler.h"
+#include "launch/shape.h"
+
+enum Style { neox, interleaved, proportional };
+
+// What the angles are, and which channels they turn.
+inline ffi::Error rotation_of(const char* op, const In& angles, int32_t style, bool suffix, HeadNormRopeParams* p) {
+  const auto shape = angles.dimensions();
+  p->table = angles.element_type() == ffi::DataType::F32;
+  const bool right = shape.size() == 2 && (p->table ? shape[1] % 2 == 0 : angles.element_type() == ffi::DataType::U32 && shape[1] == 2);
+  if (!right) return refuse(std::string(op) + ": the angles must be turns, uint32 [pairs, 2], or a table, float32 [positions, 2 pairs]");
+  const uint64_t rows = p->table ? shape[0] : 0, pairs = p->table ? shape[1] / 2 : shape[0];
+  if (style < neox || style > proportional || (style == proportional && suffix)) return refuse(std::string(op) + ": no such pairs");
+  if (2 * pairs > p->width) return refuse(std::string(op) + ": more pairs than channels for them");
+  p->table_rows = uint32_t(std::min<uint64_t>(rows, 1u << 31));  // a position is less
+  p->pairs = uint32_t(pairs);
+  p->first = suffix && pairs ? p->width - 2 * p->pairs : 0;
+  p->interleaved = style == interleaved;
+  p->distance = style == interleaved ? 1 : style == neox && pairs ? p->pairs : p->width / 2;
+  return ffi::Error::Success();
+}
+
+// Where the threads that share a head find the two channels of a pair.
+inline Argument pairs_of(const HeadNormRopeParams& p, const HeadShape& shape) {
+  if (p.interleaved) return shape.lanes == 1 || shape.v % 2 == 0 ? Argument::Adjacent : Argument::Apart;
+  return shape.full && 2 * p.distance == p.width ? Argument::Halves : Argument::Apart;
+}
+
+// The scales of x and of k, if there are any.
+inline ffi::Error scales_of(const char* op, Rest& rest, Argument storage, bool has_k, In* x_scale, In* k_scale, HeadNormRopeParams* p) {
+  if (rest.empty()) return ffi::Error::Success();
+  Argument type;
+  RETURN_IF_ERROR(rest.take("the scale", p->width, x_scale));
+  if (!storage_of(x_scale->element_type(), &type) || (type != Argument::Float && type != storage))
+    return refuse(std::string(op) + ": the scale must be float32 or of x's dtype");
+  p->scale = type == Argument::Float ? float_scale : storage_scale;
+  *k_scale = *x_scale;
+  if (has_k) RETURN_IF_ERROR(rest.take("the scale of k", p->width, k_scale));
+  if (k_scale->element_type() != x_scale->element_type()) return refuse(std::string(op) + ": the two scales must be of one dtype");
+  return ffi::Error::Success();
+}
+
+// The kernel's variant, and how its teams share each token's heads, of which there are these counts of one kind each.
+inline Launch launch_of_heads(const char* kernel, Argument storage, bool multiply_before_cast, bool round_before_rope,
+                              std::initializer_list<uint32_t> counts, HeadNormRopeParams* p, uint32_t* teams) {
+  const HeadShape shape = head_shape(p->width, bytes_of(storage), launcher::threads_a_team);
+  const uint32_t at_once = launcher::threads_a_team / shape.lanes;
+  uint32_t walks = 0;
+  for (uint32_t count : counts) walks += (count + at_once - 1) / at_once;
+  p->lanes = shape.lanes;
+  p->parts = std::max(std::min(walks, launcher::enough_teams / std::max(p->tokens, 1u)), 1u);
+  *teams = walks ? p->tokens * p->parts : 0;
+  const bool rounds_y = storage != Argument::Float, in_t = rounds_y && !multiply_before_cast;
+  Launch launch(kernel);
+  launch.specialize(storage, flag(in_t), flag(in_t || (rounds_y && round_before_rope)), pairs_of(*p, shape));
+  launch.heads = true;
+  return launch;
+}
