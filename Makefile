@@ -1,4 +1,5 @@
-# make demo: the main job.  make test: the tests.  make mamba2, make serve: comparisons with Hugging Face's models, which need PyTorch.
+# make demo: the main job.  make test: the tests.  make models: the comparisons with Hugging Face's models, which need PyTorch; make mamba2 and
+# make serve: one each, the latter timed.
 # Each sets up all it needs in a virtual environment of its own.
 # PYTHON: the interpreter.  JAX: what pip is asked for.  VENV: where it goes.  PYTEST: options for pytest.
 PYTHON ?= python3
@@ -9,10 +10,13 @@ PYTEST ?=
 BIN := $(VENV)/bin
 SOURCES := $(shell find metal_src -type f)
 
-.PHONY: demo mamba2 serve test slow bench info macos standin clean
+.PHONY: demo models mamba2 serve test slow bench info macos standin clean
 
 demo: $(VENV)/examples-ready
 	$(BIN)/python examples/train_lm.py --output out/train_lm.png
+
+models: $(VENV)/models-ready
+	for example in gemma nemotron_h mamba2 mla count; do echo "== $$example" && $(BIN)/python examples/$$example.py || exit 1; done
 
 mamba2: $(VENV)/models-ready
 	$(BIN)/python examples/mamba2.py
