@@ -1,5 +1,5 @@
-# make demo: the main job.  make test: the tests.  make models: the comparisons with Hugging Face's models, which need PyTorch;
-# make mamba2, make serve: one of them.
+# make demo: the main job.  make test: the tests.  make models: the comparisons with Hugging Face's models, which need PyTorch; make mamba2 and
+# make serve: one each, the latter timed.
 # Each sets up all it needs in a virtual environment of its own.
 # PYTHON: the interpreter.  JAX: what pip is asked for.  VENV: where it goes.  PYTEST: options for pytest.
 PYTHON ?= python3

@@ -1,6 +1,6 @@
 """What a decoded token costs the examples' models, with the fused ops and with jnp: kernels, Metal dispatches, time.
 
-    python examples/count.py [--models gemma3 gemma4 nemotron_h mamba2 mla] [--repeats 200]
+    python examples/count.py [--models gemma3 gemma4 nemotron_h qwen3 mamba2 mla] [--repeats 200]
 
 A step of one token is compiled for this machine's default platform under both, and the instructions of its compiled HLO that do work are
 counted: each is one kernel on a GPU, one task on a CPU. The ops are its custom calls. Where a Metal driver's stand-in is named by
@@ -29,6 +29,8 @@ import huggingface
 import mamba2
 import mla
 import nemotron_h
+import serve_qwen3
+import jax_fusednorm
 
 CONTEXT, DTYPE = 64, jnp.dtype("bfloat16")
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}  # instructions that are no work
@@ -56,11 +58,21 @@ def latent_attention(theirs, rotary):
     return step
 
 
+def paged_language_model(theirs):
+    def step(implementation):
+        model = serve_qwen3.Qwen3(theirs, dtype=DTYPE, implementation=implementation)
+        pages = serve_qwen3.empty_pages(CONTEXT // serve_qwen3.PAGE, theirs.config, DTYPE)
+        cache = jax_fusednorm.PagedKVCache(pages, jnp.arange(len(pages))[None], jnp.array([CONTEXT // 2]))
+        return model, jnp.ones(1, jnp.int32), cache, jnp.arange(2)
+    return step
+
+
 # What makes, for an implementation, a model and the arguments of one step of it.
 MODELS = {
     "gemma3": lambda: language_model(gemma.theirs_of("gemma3", 4), gemma.Gemma),
     "gemma4": lambda: language_model(gemma.theirs_of("gemma4", 4), gemma.Gemma),
     "nemotron_h": lambda: language_model(nemotron_h.theirs_of("M-M*-"), nemotron_h.NemotronH),
+    "qwen3": lambda: paged_language_model(serve_qwen3.qwen3(**serve_qwen3.SMALL, num_hidden_layers=4)),
     "mamba2": lambda: mixer(mamba2.zamba2()[1]),
     "mla": lambda: latent_attention(*mla.deepseek()[1:]),
 }

@@ -29,22 +29,13 @@ from flax import nnx
 from tqdm import tqdm
 
 import jax_fusednorm
+from huggingface import array, cast, differences, given, randomise
 from jax_fusednorm.flax.nnx import AddRMSNorm, RMSNorm
 
 VOCABULARY, PAGE, LONGEST_PROMPT, PREFILL = 512, 8, 32, 64  # PREFILL: the tokens of one call that reads prompts
 ENDS = list(range(8))  # any of these tokens ends a sequence
-# Of the difference's root mean square, and of the largest difference, which could hide among many small ones; both in units of the
-# logits' root mean square. In bfloat16 the two round in other places: Hugging Face rounds the angles' cosines and sines, and the products.
+# Of the logits' differences. In bfloat16 the two round in other places: Hugging Face rounds the angles' cosines and sines, and the products.
 TOLERANCE = {"float32": (5e-6, 5e-5), "bfloat16": (2.5e-2, 1.5e-1)}
-
-
-def array(weight, dtype):
-    return jnp.asarray(weight.detach().float().numpy(), dtype)
-
-
-def given(weight):
-    """The initializer that gives a weight of Hugging Face's."""
-    return lambda key, shape, dtype: array(weight, dtype)
 
 
 def linear(*theirs, dtype):
@@ -112,7 +103,7 @@ class Qwen3(nnx.Module):
         self.freqs_cis = nnx.Variable(jax_fusednorm.rope_table(config.max_position_embeddings, config.head_dim,
                                                                theta=config.rope_parameters["rope_theta"]))
 
-    def __call__(self, tokens, cache, offsets, longest):
+    def __call__(self, tokens, cache, offsets, longest=1):
         """tokens: [T], those from offsets[b] to offsets[b + 1] of sequence b. Returns the logits after the last of each, and the cache."""
         stream = self.embedding(tokens)
         x = self.first_norm(stream)
@@ -219,15 +210,10 @@ class Server:
 
 def qwen3(dtype="float32", **options):
     """A randomly initialised Qwen3ForCausalLM."""
-    config = transformers.Qwen3Config(**options, initializer_range=options["hidden_size"] ** -0.5, eos_token_id=ENDS, pad_token_id=0)
-    theirs = transformers.Qwen3ForCausalLM(config).eval()
-    for name, weight in theirs.named_parameters():
-        if "norm" in name:  # ones would not show that a scale is dropped or misplaced
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
-    frequencies = theirs.model.rotary_emb.inv_freq
-    theirs = theirs.to(getattr(torch, dtype))
-    theirs.model.rotary_emb.inv_freq = frequencies  # float32, as where a checkpoint is loaded
-    return theirs
+    config = transformers.Qwen3Config(**options, eos_token_id=ENDS, pad_token_id=0)
+    theirs = transformers.Qwen3ForCausalLM(config)
+    randomise(theirs, {"norm.weight": (0.5, 1.5)})
+    return cast(theirs, dtype)
 
 
 SMALL = dict(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32)
@@ -256,8 +242,7 @@ def compare(dtype, arguments, progress):
 
     got = np.concatenate([s.logits for s in sequences])
     want = np.concatenate([theirs(torch.tensor([s.prompt + s.tokens[:-1]])).logits[0, len(s.prompt) - 1:].float() for s in sequences])
-    size = np.sqrt(np.mean(want**2))
-    yield "logits", (np.sqrt(np.mean((got - want) ** 2)) / size, np.abs(got - want).max() / size), TOLERANCE[dtype]
+    yield "logits", differences(got, want), TOLERANCE[dtype]
     if dtype == "float32":
         generated = (theirs.generate(torch.tensor([s.prompt]), max_new_tokens=arguments.new_tokens, do_sample=False) for s in sequences)
         yield "sequences that differ", (sum(g[0].tolist() != s.prompt + s.tokens for g, s in zip(generated, sequences)),), (0,)
@@ -270,12 +255,12 @@ def time_steps(dtype, arguments):
     table = rng.permutation(batch * (length // PAGE + 1)).reshape(batch, -1).astype(np.int32)
     lengths, tokens, offsets = np.full(batch, length, np.int32), np.zeros(batch, np.int32), np.arange(batch + 1, dtype=np.int32)
     runs, times = (arguments.implementation, "jnp"), collections.defaultdict(list)
-    models = {run: nnx.split(Qwen3(theirs, dtype=jnp.dtype(dtype), implementation=run)) for run in runs}
-    pages = empty_pages(table.size, theirs.config, dtype)
+    model, pages = nnx.split(Qwen3(theirs, dtype=jnp.dtype(dtype), implementation=None)), empty_pages(table.size, theirs.config, dtype)
     for i in tqdm(range(30), desc=f"timing {dtype}", unit="step", mininterval=1):
         for run in runs[:: 1 if i % 2 else -1]:  # neither is always the one that goes first
             began = time.perf_counter()
-            following, _, pages = step(models[run], pages, table, lengths, tokens, offsets, longest=1)
+            with jax_fusednorm.implementation(run):
+                following, _, pages = step(model, pages, table, lengths, tokens, offsets, longest=1)
             following.block_until_ready()
             times[run].append(time.perf_counter() - began)
     ms = [1e3 * np.median(times[run][2:]) for run in runs]  # the first compile
