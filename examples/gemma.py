@@ -32,8 +32,8 @@ LIMITS = {"float32": (1e-5, 1e-4), "bfloat16": (2e-2, 1e-1), "gradients": (2e-5,
 class Attention(nnx.Module):
     def __init__(self, theirs, *, dtype, **options):
         config, self.head_dim, self.scaling, self.window = theirs.config, theirs.head_dim, theirs.scaling, theirs.sliding_window
-        self.q_proj, self.k_proj, self.o_proj = (linear(p, dtype) for p in (theirs.q_proj, theirs.k_proj, theirs.o_proj))
-        self.v_proj = linear(theirs.v_proj, dtype) if theirs.v_proj is not None else None
+        self.q_proj, self.k_proj, self.o_proj = (linear(p, dtype=dtype) for p in (theirs.q_proj, theirs.k_proj, theirs.o_proj))
+        self.v_proj = linear(theirs.v_proj, dtype=dtype) if theirs.v_proj is not None else None
         self.norms_values, self.epsilon, self.implementation = hasattr(theirs, "v_norm"), config.rms_norm_eps, options["implementation"]
 
         rope = config.rope_parameters[theirs.layer_type]
@@ -67,7 +67,7 @@ class Block(nnx.Module):
                           rngs=nnx.Rngs(0), **options, **more)
 
         self.attention = Attention(theirs.self_attn, dtype=dtype, **options)
-        self.gate, self.up, self.down = (linear(p, dtype) for p in (theirs.mlp.gate_proj, theirs.mlp.up_proj, theirs.mlp.down_proj))
+        self.gate, self.up, self.down = (linear(p, dtype=dtype) for p in (theirs.mlp.gate_proj, theirs.mlp.up_proj, theirs.mlp.down_proj))
         self.before_attention = norm(RMSNorm, theirs.input_layernorm.weight)
         self.after_attention = norm(RMSNormAdd, theirs.post_attention_layernorm.weight, norm_rounding="storage")
         self.before_mlp = norm(RMSNorm, theirs.pre_feedforward_layernorm.weight)

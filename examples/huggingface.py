@@ -37,10 +37,12 @@ def given(weight):
     return lambda key, shape, dtype: array(weight, dtype)
 
 
-def linear(theirs, dtype):
-    """A torch.nn.Linear as nnx.Linear."""
-    return nnx.Linear(theirs.in_features, theirs.out_features, use_bias=theirs.bias is not None, dtype=dtype, param_dtype=dtype,
-                      kernel_init=given(theirs.weight.T), bias_init=given(theirs.bias), rngs=nnx.Rngs(0))
+def linear(*theirs, dtype):
+    """The torch.nn.Linear layers of one input as one nnx.Linear, their outputs side by side."""
+    weight, has_bias = torch.cat([layer.weight for layer in theirs]), theirs[0].bias is not None
+    bias = torch.cat([layer.bias for layer in theirs]) if has_bias else None
+    return nnx.Linear(*weight.T.shape, use_bias=has_bias, dtype=dtype, param_dtype=dtype, kernel_init=given(weight.T), bias_init=given(bias),
+                      rngs=nnx.Rngs(0))
 
 
 @torch.no_grad()
@@ -106,6 +108,20 @@ def compare_gradients(load, theirs, loss, their_loss, limits):
     return Row("gradients", tuple(worst), limits)
 
 
+def compare_training(load, theirs, logits_of, tokens, limits):
+    """The same of a language model's cross entropy. logits_of(ours, ids): [batch, T, vocabulary]; tokens: a torch tensor, [batch, T]."""
+    ids = jnp.asarray(tokens.numpy())
+
+    def loss(ours):
+        likelihoods = jax.nn.log_softmax(logits_of(ours, ids[:, :-1]))
+        return -jnp.mean(jnp.take_along_axis(likelihoods, ids[:, 1:, None], axis=-1))
+
+    def their_loss(theirs):
+        return torch.nn.functional.cross_entropy(theirs(tokens[:, :-1]).logits.transpose(1, 2), tokens[:, 1:])
+
+    return compare_gradients(load, theirs, loss, their_loss, limits)
+
+
 def has_gradients(dtype, arguments):
     return arguments.gradients and dtype == "float32"
 
@@ -140,16 +156,10 @@ def compare_language_model(load, theirs, dtype, arguments, progress, limits):
         wrong = np.stack([logits[:, -1].argmax(-1) for logits in got], axis=1) != tokens[:, arguments.prompt:]
         yield Row(f"{wrong.size} tokens, {len(np.unique(tokens[:, arguments.prompt:]))} different", (int(wrong.sum()),), (0,))
     if has_gradients(dtype, arguments):
-        ids = jnp.asarray(prompt.numpy())
+        def logits_of(ours, ids):
+            return ours(ids, ours.empty_cache(*ids.shape), 0)[0]
 
-        def loss(ours):
-            likelihoods = jax.nn.log_softmax(ours(ids[:, :-1], ours.empty_cache(*ids.shape), 0)[0])
-            return -jnp.mean(jnp.take_along_axis(likelihoods, ids[:, 1:, None], axis=-1))
-
-        def their_loss(theirs):
-            return torch.nn.functional.cross_entropy(theirs(prompt[:, :-1]).logits.transpose(1, 2), prompt[:, 1:])
-
-        yield compare_gradients(load, theirs, loss, their_loss, limits["gradients"])
+        yield compare_training(load, theirs, logits_of, prompt, limits["gradients"])
         progress.update()
 
 
@@ -166,9 +176,13 @@ def parser(doc, variants, *, prompt, steps):
     made.add_argument("--implementation", default="auto", help="of the ops: auto, jnp, kernel, host, metal, cuda")
     made.add_argument("--prompt", type=int, default=prompt, help="tokens, at least 2")
     made.add_argument("--steps", type=int, default=steps, help="tokens after the prompt, one at a time")
-    made.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True, help="compare them too, in float32")
+    add_gradients(made)
     made.add_argument("--seed", type=int, default=0)
     return made
+
+
+def add_gradients(parser):
+    parser.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True, help="compare them too, in float32")
 
 
 def run(compare, arguments, op, *operands, **options):

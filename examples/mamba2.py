@@ -88,7 +88,7 @@ class Mixer(nnx.Module):
         self.groups, self.dt_limit, self.dtype = theirs.n_groups, theirs.time_step_limit, dtype
         self.heads, self.head_dim, self.states = theirs.num_heads, theirs.head_dim, theirs.ssm_state_size
         self.inner = theirs.intermediate_size
-        self.in_proj, self.out_proj = linear(theirs.in_proj, dtype), linear(theirs.out_proj, dtype)
+        self.in_proj, self.out_proj = linear(theirs.in_proj, dtype=dtype), linear(theirs.out_proj, dtype=dtype)
         weights = theirs.conv1d.weight[:, 0].T, theirs.conv1d.bias, theirs.dt_bias, theirs.A_log, theirs.D
         self.conv_kernel, self.conv_bias, self.dt_bias, self.A_log, self.D = (nnx.Param(array(weight)) for weight in weights)
         self.norm = GatedGroupRMSNorm(self.inner, group_size=theirs.norm.group_size, epsilon=theirs.norm.variance_epsilon, gate_start=0,

@@ -42,7 +42,7 @@ class Attention(nnx.Module):
     def __init__(self, theirs, *, dtype, implementation):
         self.head_dim, self.scaling = theirs.head_dim, theirs.scaling
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            linear(p, dtype) for p in (theirs.q_proj, theirs.k_proj, theirs.v_proj, theirs.o_proj))
+            linear(p, dtype=dtype) for p in (theirs.q_proj, theirs.k_proj, theirs.v_proj, theirs.o_proj))
 
     def empty_cache(self, batch, tokens):
         return empty_cache(batch, tokens, self.k_proj.out_features // self.head_dim, self.head_dim, self.k_proj.dtype)
@@ -55,7 +55,7 @@ class Attention(nnx.Module):
 
 class MLP(nnx.Module):
     def __init__(self, theirs, *, dtype, implementation):
-        self.up, self.down = linear(theirs.up_proj, dtype), linear(theirs.down_proj, dtype)
+        self.up, self.down = linear(theirs.up_proj, dtype=dtype), linear(theirs.down_proj, dtype=dtype)
 
     def empty_cache(self, batch, tokens):
         return ()
@@ -82,7 +82,7 @@ class NemotronH(nnx.Module):
         self.first_norm = norm(RMSNorm, first)
         self.norms = nnx.List([norm(AddRMSNorm, of_theirs, sum_rounding="storage") for of_theirs in (*others, model.norm_f)])
         self.layers = nnx.List([LAYERS[block.block_type](block.mixer, **options) for block in model.layers])
-        self.head = linear(theirs.lm_head, dtype)
+        self.head = linear(theirs.lm_head, dtype=dtype)
 
     def empty_cache(self, batch, tokens):
         return [layer.empty_cache(batch, tokens) for layer in self.layers]

@@ -6,9 +6,10 @@ Each layer multiplies its tokens by one matrix, and one op finds the queries, ke
 queries and keys, and stores keys and values in the pages of their sequences. Several prompts of different lengths are read in one call;
 then each call adds a token to every sequence. A sequence that ends leaves its slot and its pages to one that waits. The pages are donated
 to every call, so none is copied. The weights are those of a randomly initialised Qwen3ForCausalLM. In float32 the tokens must be those
-that Hugging Face's `generate` makes of each prompt by itself; in every dtype the logits must be close to those that its model finds for the
-same tokens. The script prints both, with the tokens per second, and exits with 1 if they are not. --time: what a step takes with kernels
-and with jnp, for layers of the size of Qwen3-0.6B's.
+that Hugging Face's `generate` makes of each prompt by itself, and a training step's gradients, for which the layers run without a cache,
+those of its model; in every dtype the logits must be close to those that its model finds for the same tokens. The script prints all that,
+with the tokens per second, and exits with 1 if they are not. --time: what a step takes with kernels and with jnp, for layers of the size
+of Qwen3-0.6B's.
 
 Needs: jax_fusednorm, flax, torch, transformers, tqdm. Nothing is downloaded.
 """
@@ -28,20 +29,17 @@ import transformers
 from flax import nnx
 from tqdm import tqdm
 
+import attention
+import huggingface
 import jax_fusednorm
-from huggingface import array, cast, differences, given, randomise
+from huggingface import array, cast, differences, given, linear, randomise
 from jax_fusednorm.flax.nnx import AddRMSNorm, RMSNorm
 
 VOCABULARY, PAGE, LONGEST_PROMPT, PREFILL = 512, 8, 32, 64  # PREFILL: the tokens of one call that reads prompts
 ENDS = list(range(8))  # any of these tokens ends a sequence
 # Of the logits' differences. In bfloat16 the two round in other places: Hugging Face rounds the angles' cosines and sines, and the products.
 TOLERANCE = {"float32": (5e-6, 5e-5), "bfloat16": (2.5e-2, 1.5e-1)}
-
-
-def linear(*theirs, dtype):
-    """The torch.nn.Linear layers of one input as one nnx.Linear, their outputs side by side."""
-    weight = torch.cat([layer.weight for layer in theirs])
-    return nnx.Linear(*weight.T.shape, use_bias=False, dtype=dtype, param_dtype=dtype, kernel_init=given(weight.T), rngs=nnx.Rngs(0))
+GRADIENTS = (2e-5, 1e-3)
 
 
 def attend(q, cache, layer, offsets, longest):
@@ -64,27 +62,38 @@ class Block(nnx.Module):
     """A decoder layer. Its last norm is of the sum that it leaves, and so the next layer's first."""
 
     def __init__(self, theirs, next_norm, layer, *, dtype, implementation):
-        attention, mlp = theirs.self_attn, theirs.mlp
-        self.layer, self.head_dim = layer, attention.head_dim
-        self.heads, self.kv_heads = (projection.out_features // self.head_dim for projection in (attention.q_proj, attention.k_proj))
-        self.qkv = linear(attention.q_proj, attention.k_proj, attention.v_proj, dtype=dtype)
-        self.q_scale, self.k_scale = (nnx.Param(array(norm.weight, dtype)) for norm in (attention.q_norm, attention.k_norm))
-        self.options = nnx.static(dict(epsilon=attention.q_norm.variance_epsilon, multiply_before_cast=False, implementation=implementation))
-        self.out, self.down = linear(attention.o_proj, dtype=dtype), linear(mlp.down_proj, dtype=dtype)
+        of_tokens, mlp = theirs.self_attn, theirs.mlp
+        self.layer, self.head_dim = layer, of_tokens.head_dim
+        self.heads, self.kv_heads = (projection.out_features // self.head_dim for projection in (of_tokens.q_proj, of_tokens.k_proj))
+        self.qkv = linear(of_tokens.q_proj, of_tokens.k_proj, of_tokens.v_proj, dtype=dtype)
+        self.starts = self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim  # of keys and values in its outputs
+        self.q_scale, self.k_scale = (nnx.Param(array(norm.weight, dtype)) for norm in (of_tokens.q_norm, of_tokens.k_norm))
+        self.options = nnx.static(dict(epsilon=of_tokens.q_norm.variance_epsilon, multiply_before_cast=False, implementation=implementation))
+        self.out, self.down = linear(of_tokens.o_proj, dtype=dtype), linear(mlp.down_proj, dtype=dtype)
         self.gate_up = linear(mlp.gate_proj, mlp.up_proj, dtype=dtype)
         self.mlp_norm, self.next_norm = (
             AddRMSNorm(len(norm.weight), sum_rounding="storage", scale_init=given(norm.weight), dtype=dtype, param_dtype=dtype,
                        rngs=nnx.Rngs(0), **self.options) for norm in (theirs.post_attention_layernorm, next_norm))
 
     def __call__(self, x, stream, cache, freqs_cis, offsets, longest):
-        k_start, v_start = self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim
+        k_start, v_start = self.starts
         q, cache = jax_fusednorm.qk_rms_norm_rope_paged(
             self.qkv(x), cache, self.q_scale[...], self.k_scale[...], freqs_cis, offsets, layer=self.layer, num_heads=self.heads,
             k_start=k_start, v_start=v_start, style="neox", **self.options)
         attended = attend(q, cache, self.layer, offsets, longest)
-        x, stream = self.mlp_norm(self.out(attended.reshape(len(x), -1)), stream)
+        return *self.after_attention(attended.reshape(len(x), -1), stream), cache
+
+    def without_cache(self, x, stream, freqs_cis):
+        """The same for whole sequences, [batch, T, width], without a cache: the form that has derivatives."""
+        positions = jnp.arange(x.shape[1])
+        q, k, v = (a.reshape(*a.shape[:2], -1, self.head_dim) for a in jnp.split(self.qkv(x), self.starts, axis=-1))
+        q, k = jax_fusednorm.qk_rms_norm_rope(q, k, self.q_scale[...], self.k_scale[...], positions, freqs_cis=freqs_cis, **self.options)
+        return self.after_attention(attention.attend(q, (k, v), positions, self.head_dim**-0.5), stream)
+
+    def after_attention(self, attended, stream):
+        x, stream = self.mlp_norm(self.out(attended), stream)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return *self.next_norm(self.down(jax.nn.silu(gate) * up), stream), cache
+        return self.next_norm(self.down(jax.nn.silu(gate) * up), stream)
 
 
 class Qwen3(nnx.Module):
@@ -111,6 +120,14 @@ class Qwen3(nnx.Module):
             x, stream, cache = block(x, stream, cache, self.freqs_cis[...], offsets, longest)
         x = x[offsets[1:] - 1]
         return (self.head or self.embedding.attend)(x), cache
+
+    def without_cache(self, tokens):
+        """The logits of whole sequences, [batch, T]."""
+        stream = self.embedding(tokens)
+        x = self.first_norm(stream)
+        for block in self.blocks:
+            x, stream = block.without_cache(x, stream, self.freqs_cis[...])
+        return (self.head or self.embedding.attend)(x)
 
 
 @functools.partial(jax.jit, static_argnames="longest", donate_argnames="pages")
@@ -228,7 +245,11 @@ def compare(dtype, arguments, progress):
     torch.manual_seed(arguments.seed)
     theirs = qwen3(dtype, **SMALL, num_hidden_layers=arguments.layers, tie_word_embeddings=arguments.tied,
                    max_position_embeddings=LONGEST_PROMPT + arguments.new_tokens)
-    ours = nnx.split(Qwen3(theirs, dtype=jnp.dtype(dtype), implementation=arguments.implementation))
+
+    def load(theirs):
+        return Qwen3(theirs, dtype=jnp.dtype(dtype), implementation=arguments.implementation)
+
+    ours = nnx.split(load(theirs))
     rng = np.random.default_rng(arguments.seed)
     sequences = [Sequence(rng.integers(len(ENDS), VOCABULARY, rng.integers(4, LONGEST_PROMPT + 1)).tolist()) for _ in range(arguments.prompts)]
     server = Server(ours, theirs.config, batch=arguments.batch, new_tokens=arguments.new_tokens, dtype=jnp.dtype(dtype))
@@ -246,6 +267,9 @@ def compare(dtype, arguments, progress):
     if dtype == "float32":
         generated = (theirs.generate(torch.tensor([s.prompt]), max_new_tokens=arguments.new_tokens, do_sample=False) for s in sequences)
         yield "sequences that differ", (sum(g[0].tolist() != s.prompt + s.tokens for g, s in zip(generated, sequences)),), (0,)
+    if huggingface.has_gradients(dtype, arguments):
+        tokens = torch.randint(len(ENDS), VOCABULARY, (2, LONGEST_PROMPT))
+        yield huggingface.compare_training(load, theirs, Qwen3.without_cache, tokens, GRADIENTS)
 
 
 def time_steps(dtype, arguments):
@@ -276,6 +300,7 @@ def main(arguments=None):
     parser.add_argument("--new-tokens", type=int, default=32, help="the most that a sequence gets")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--tied", action="store_true", help="the embedding is the head, as in the small Qwen3 models")
+    huggingface.add_gradients(parser)
     parser.add_argument("--time", action="store_true", help="time a step with kernels and with jnp, too")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(arguments)
