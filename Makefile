@@ -10,13 +10,13 @@ PYTEST ?=
 BIN := $(VENV)/bin
 SOURCES := $(shell find metal_src -type f)
 
-.PHONY: demo models mamba2 serve test slow bench info macos standin clean
+.PHONY: demo models mamba2 serve test slow bench info docs macos standin clean
 
 demo: $(VENV)/examples-ready
 	$(BIN)/python examples/train_lm.py --output out/train_lm.png
 
 models: $(VENV)/models-ready
-	for example in gemma nemotron_h mamba2 mla count; do echo "== $$example" && $(BIN)/python examples/$$example.py || exit 1; done
+	for example in gemma nemotron_h serve_qwen3 mamba2 mla count; do echo "== $$example" && $(BIN)/python examples/$$example.py || exit 1; done
 
 mamba2: $(VENV)/models-ready
 	$(BIN)/python examples/mamba2.py
@@ -47,6 +47,11 @@ bench: $(VENV)/benchmarks-ready
 
 info: $(VENV)/examples-ready
 	$(BIN)/python -m jax_fusednorm info
+
+# The site, in build/site.
+docs:
+	test -x $(VENV)-docs/bin/mkdocs || { $(PYTHON) -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install -q --disable-pip-version-check mkdocs-material 'mkdocstrings[python]'; }
+	$(VENV)-docs/bin/mkdocs build -q --strict
 
 # The native libraries for Apple silicon, built on any machine, in build/macos.
 macos: $(VENV)/test-ready
