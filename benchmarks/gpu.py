@@ -58,7 +58,8 @@ def jax_contestants(op, case, backward, implementation):
         forms["ours storage"] = lambda *args: list(jax_fusednorm.add_rms_norm(
             *args, epsilon=peers.EPSILON, sum_rounding="storage", implementation=implementation))
     for name, form in forms.items():
-        yield name, jax.jit(functools.partial(with_gradients(form, of.all_gradients), results=of.results) if backward else form)
+        f = functools.partial(with_gradients(form, of.all_gradients), results=of.results) if backward else form
+        yield name, peers.jitted(f, of.in_place)
 
 
 def torch_contestants(backward):
@@ -157,18 +158,19 @@ def agree(name, got, want):
 
 def run_case(op, case, backward, implementation):
     of = peers.OPS[op]
-    moved = of.moved[backward] * jnp.dtype(case.dtype).itemsize * case.rows * case.width
+    moved = int(of.moved[backward] * jnp.dtype(case.dtype).itemsize * case.rows * case.width)
     count = int(min(64, max(2, -(-4 * CACHE // moved))))
     keys = jax.random.split(jax.random.key(0), count)
-    arrays = of.activations + backward * of.results
-    draw = jax.jit(lambda key: [jax.random.normal(k, case.shape, case.dtype) for k in jax.random.split(key, arrays)])
+    shapes = [*peers.shapes(op, case), *[case.shape] * (backward * of.results)]
+    draw = jax.jit(lambda key: [jax.random.normal(k, shape, case.dtype) for k, shape in zip(jax.random.split(key, len(shapes)), shapes)])
     scale = 1 + 0.1 * jax.random.normal(jax.random.key(1), case.shape[-1:], case.dtype)
-    sets = [(*drawn[:of.activations], scale, *drawn[of.activations:]) for drawn in map(draw, keys)]
+    drawn = [[[a] if i == of.in_place else a for i, a in enumerate(draw(key))] for key in keys]
+    sets = [(*arrays[:of.activations], scale, *arrays[of.activations:]) for arrays in drawn]
     contestants = {name: (f, jax.block_until_ready, sets) for name, f in jax_contestants(op, case, backward, implementation)}
     copied = [(jax.random.normal(key, moved // 2 // 4),) for key in keys]
     contestants["copy"] = (jax.jit(lambda a: a.copy()), jax.block_until_ready, copied)
     jax.block_until_ready((sets, copied))
-    want = contestants["ours"][0](*sets[0])
+    want = jax.tree.map(jnp.copy, contestants["ours"][0](*sets[0]))
     if op == "add_rms_norm":
         try:
             import torch

@@ -2,8 +2,10 @@
 
 Every op maps activations and a scale to the first of the next activations: rms_norm (x, scale) -> (normed,), add_rms_norm
 (x, residual, scale) -> (normed, sum), gated_group_rms_norm (y, gate, scale) -> (out,), in eight groups, and head_rms_norm_rope
-(x, scale) -> (x,), of tokens at 0, 1, 2, ... So a chain is `activations = op(*activations, scale)` again and again, in which a
-gate stays; forward and backward chain likewise, with the gradient as the next cotangent.
+(x, scale) -> (x,), of tokens at 0, 1, 2, ..., and qk_rms_norm_rope_paged (q, pages, k, scale) -> (q, pages), of four prompts or of
+as many sequences as tokens, with a quarter as many heads of k and the pages written in place. So a chain is
+`activations = op(*activations, scale)` again and again, in which a gate and k stay; forward and backward chain likewise, with the
+gradient as the next cotangent.
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ import jax_fusednorm
 import native
 
 EPSILON, THETA, GROUPS = 1e-6, 1e4, 8
+PAGE, MOST, DECODE = 128, 4096, 128  # rows of a page, positions of the table, and the most tokens that are a sequence each
 OURS, OUR_JNP, PLAIN = "ours", "our jnp", "plain jax"
 
 
@@ -31,16 +34,18 @@ class Contestant:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """What is timed. A form takes (*activations, scale) and returns a list. moved: arrays read and written, forward, and with the backward
-    pass."""
+    """What is timed. A form takes (*activations, scale) and returns a list. moved: how many arrays of the case's shape are read and written,
+    forward, and with the backward pass, where there is one."""
 
     activations: int
     results: int
-    moved: tuple[int, int]
+    moved: tuple[float, ...]
     ours: Callable     # (case, implementation) -> form
     plain: Callable    # case -> form, the textbook in jnp
     torch: Callable    # (torch, case) -> {name: form}
     mlx: Callable = lambda mx, case: {}
+    shapes: Callable = lambda case: ()  # of the activations, where they are not all the case's
+    in_place: int | None = None         # the activation that is given away, and comes back as the result of this index
     all_gradients: bool = True  # False: the residual's equals x's, and as one more output it would only add a copy, which torch does not make
 
 
@@ -148,21 +153,93 @@ def _mlx_heads(mx, case):
     return {"mlx fast": form}
 
 
+# ---- the paged cache ----
+
+def _paged_shapes(case):
+    tokens, heads, width = case.shape
+    pages = tokens if tokens <= DECODE else 4 * (-(-tokens // 4 // PAGE) + 1)
+    return case.shape, (pages, 1, 1, PAGE, heads // 4, width), (tokens, heads // 4, width)
+
+
+def _ragged(case, xp=jnp):
+    """(page_table, lengths, offsets) of integers, and the table of cosines and sines."""
+    tokens, pages = case.shape[0], _paged_shapes(case)[1][0]
+    sequences = tokens if tokens <= DECODE else 4
+    page_table = np.random.default_rng(0).permutation(pages).reshape(sequences, -1)
+    lengths, offsets = np.arange(sequences) * 7 % 100, np.arange(sequences + 1) * (tokens // sequences)
+    angle = np.arange(MOST)[:, None] * THETA ** -(np.arange(case.width // 2) / (case.width // 2))
+    table = np.stack([np.cos(angle), np.sin(angle)], -1).reshape(MOST, case.width).astype(np.float32)
+    if xp is not jnp:
+        return *(xp.from_numpy(a) for a in (page_table, lengths, offsets)), xp.from_numpy(table)
+    # XLA would compute positions from what it can see
+    return jax.lax.optimization_barrier((*(jnp.asarray(a, jnp.int32) for a in (page_table, lengths, offsets)), jnp.asarray(table)))
+
+
+def _ours_paged(case, implementation):
+    def form(q, pages, k, scale):
+        page_table, lengths, offsets, table = _ragged(case)
+        q, cache = jax_fusednorm.qk_rms_norm_rope_paged(q, jax_fusednorm.PagedKVCache(pages, page_table, lengths), scale, scale, table, offsets,
+                                                        layer=0, k=k, epsilon=EPSILON, implementation=implementation)
+        return [q, cache.pages]
+    return form
+
+
+def _plain_paged(case):
+    def form(q, pages, k, scale):
+        page_table, lengths, offsets, table = _ragged(case)
+        token = jnp.arange(case.shape[0])
+        sequence = jnp.searchsorted(offsets, token, side="right") - 1
+        position = lengths[sequence] + token - offsets[sequence]
+        cos, sin = table[position, None, ::2], table[position, None, 1::2]
+
+        def turned(x):
+            a, b = jnp.split(_norm(x.astype(jnp.float32), scale).astype(case.dtype).astype(jnp.float32), 2, axis=-1)
+            return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(case.dtype)
+
+        return [turned(q), pages.at[page_table[sequence, position // PAGE], 0, 0, position % PAGE].set(turned(k))]
+    return form
+
+
+def _torch_paged(torch, case):
+    page_table, lengths, offsets, table = _ragged(case, torch)
+
+    def formula(q, pages, k, scale):
+        token = torch.arange(case.shape[0])
+        sequence = torch.searchsorted(offsets, token, right=True) - 1
+        position = lengths[sequence] + token - offsets[sequence]
+        cos, sin = table[position, None, ::2], table[position, None, 1::2]
+
+        def turned(x):
+            y = x.float()
+            y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPSILON) * scale.float()).to(scale.dtype).float()
+            a, b = y.chunk(2, -1)
+            return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(scale.dtype)
+
+        pages[page_table[sequence, position // PAGE], 0, 0, position % PAGE] = turned(k)
+        return [turned(q), pages]
+    return {"torch formula": formula}
+
+
 OPS = {
     "add_rms_norm": Op(2, 2, (4, 9), _ours("add_rms_norm"), _plain_norm, _torch_norm, _mlx_norm, all_gradients=False),
     "rms_norm": Op(1, 1, (2, 5), _ours("rms_norm"), _plain_norm, _torch_norm, _mlx_norm),
     "gated_group_rms_norm": Op(2, 1, (3, 8), _ours("gated_group_rms_norm", group_size=lambda case: case.width // GROUPS), _plain_gated,
                                _torch_gated),
     "head_rms_norm_rope": Op(1, 1, (2, 5), _ours_heads, _plain_heads, _torch_heads, _mlx_heads),
+    "qk_rms_norm_rope_paged": Op(3, 2, (2.5,), _ours_paged, _plain_paged, _torch_paged, shapes=_paged_shapes, in_place=1),
 }
+
+
+def shapes(op, case):
+    """Of the activations."""
+    return OPS[op].shapes(case) or (case.shape,) * OPS[op].activations
 
 
 def arrays(op, case, seed=0):
     """float32 activations, scale and cotangents; each contestant converts them to its own arrays of the case's dtype."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)
-    several = lambda count: [draw(*case.shape) for _ in range(count)]
-    return several(OPS[op].activations), 0.1 * draw(case.shape[-1]) + 1, several(OPS[op].results)
+    return [draw(*s) for s in shapes(op, case)], 0.1 * draw(case.shape[-1]) + 1, [draw(*case.shape) for _ in range(OPS[op].results)]
 
 
 def chained(form, count, activations, scale, between=lambda *arrays: arrays):
@@ -174,6 +251,21 @@ def chained(form, count, activations, scale, between=lambda *arrays: arrays):
     return results
 
 
+def jitted(f, in_place):
+    """f under jit. The operand `in_place` is a list of one array, which is given away and replaced by the result that it becomes."""
+    if in_place is None:
+        return jax.jit(f)
+    donating = jax.jit(f, donate_argnums=in_place)
+
+    def call(*operands):
+        held = operands[in_place]
+        results = donating(*operands[:in_place], held[0], *operands[in_place + 1:])
+        held[0] = results[in_place]
+        return results
+
+    return call
+
+
 def jax_contestants(op, case, backward, lengths, implementation):
     activations, scale, cotangents = arrays(op, case)
     activations, cotangents = ([jnp.asarray(a, case.dtype) for a in xs] for xs in (activations, cotangents))
@@ -182,8 +274,8 @@ def jax_contestants(op, case, backward, lengths, implementation):
     forms = {OURS: of.ours(case, implementation), OUR_JNP: of.ours(case, "jnp"), PLAIN: of.plain(case)}
     wall = native.wall() or (lambda *arrays: arrays)
     for name, form in forms.items():
-        def forward(count, activations, scale, form=form):
-            return chained(form, count, activations, scale, wall)
+        def forward(count, *operands, form=form):
+            return chained(form, count, operands[:-1], operands[-1], wall)
 
         def both(count, activations, scale, cotangents, form=form):
             more = []
@@ -198,9 +290,12 @@ def jax_contestants(op, case, backward, lengths, implementation):
             return results, cotangents[0], more
 
         def waiting(count):
-            jitted = jax.jit(functools.partial(both if backward else forward, count))
-            operands = (activations, scale, cotangents) if backward else (activations, scale)
-            return lambda: jax.block_until_ready(jitted(*operands))
+            if backward:
+                call, operands = jax.jit(functools.partial(both, count)), (activations, scale, cotangents)
+            else:
+                call = jitted(functools.partial(forward, count), of.in_place)
+                operands = (*([jnp.copy(a)] if i == of.in_place else a for i, a in enumerate(activations)), scale)
+            return lambda: jax.block_until_ready(call(*operands))
 
         yield Contestant(name, waiting(1), tuple(map(waiting, lengths)))
 

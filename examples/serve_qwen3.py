@@ -258,8 +258,8 @@ def compare(dtype, arguments, progress):
     timed = [call for calls in server.calls.values() for call in calls[1:]]  # the first of a kind compiles
     rate = sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed) if timed else np.nan
     reads, steps = map(len, server.calls.values())
-    progress.write(f"{dtype}: {reads} calls read {len(sequences)} prompts, {steps} went on with them; "
-                   f"{sum(len(s.pages) for s in sequences)} pages found place in {len(server.pages)}; {rate:.0f} tokens/s")
+    progress.write(f"{dtype}: {sum(len(s.tokens) for s in sequences)} tokens for {len(sequences)} prompts, {reads} calls read these and {steps} "
+                   f"went on; {sum(len(s.pages) for s in sequences)} pages found place in {len(server.pages)}; {rate:.0f} tokens/s")
 
     got = np.concatenate([s.logits for s in sequences])
     want = np.concatenate([theirs(torch.tensor([s.prompt + s.tokens[:-1]])).logits[0, len(s.prompt) - 1:].float() for s in sequences])

@@ -58,6 +58,10 @@ GATED_PREFILL = _grid("gated_prefill", (2048,), (4096, 7680), "bfloat16", "bfloa
 HEADS_DECODE = tuple(Case(f"heads_decode_{t}x{h}x{d}", (t, h, d)) for t in (1, 4, 16) for h, d in ((32, 128), (16, 256)))
 HEADS_PREFILL = tuple(Case(f"heads_prefill_2048x{h}x{d}", (2048, h, d)) for h, d in ((32, 128), (16, 256)))
 
+# The paged cache: 32 heads of queries, 8 of keys.
+PAGED_DECODE = tuple(Case(f"paged_decode_{t}x32x128", (t, 32, 128)) for t in (1, 8, 64))
+PAGED_PREFILL = (Case("paged_prefill_2048x32x128", (2048, 32, 128)),)
+
 # Larger than a GPU's cache; decode steps; and what the backward pass is timed on there.
 GPU = tuple(Case(f"gpu_{rows}x{width}", (rows, width), "bfloat16", "bfloat16")
             for rows, width in ((32768, 1024), (16384, 2048), (8192, 4096), (8192, 5120), (8192, 7168), (8192, 8192), (4096, 16384)))
@@ -65,7 +69,9 @@ GPU_DECODE = _grid("gpu_decode", (1, 32), (4096, 7168), "bfloat16", "bfloat16")
 GPU_BACKWARD = tuple(case for case in GPU if case.width in (2048, 4096, 8192))
 GPU_GATED = (Case("gpu_gated_8192x7680", (8192, 7680)),)
 GPU_HEADS = (Case("gpu_heads_8192x32x128", (8192, 32, 128)),)
-GPU_OPS = {"add_rms_norm": (GPU + GPU_DECODE, GPU_BACKWARD), "gated_group_rms_norm": (GPU_GATED, GPU_GATED), "head_rms_norm_rope": (GPU_HEADS, ())}
+GPU_PAGED = tuple(Case(f"gpu_paged_{t}x32x128", (t, 32, 128)) for t in (8192, 128))
+GPU_OPS = {"add_rms_norm": (GPU + GPU_DECODE, GPU_BACKWARD), "gated_group_rms_norm": (GPU_GATED, GPU_GATED), "head_rms_norm_rope": (GPU_HEADS, ()),
+           "qk_rms_norm_rope_paged": (GPU_PAGED, ())}
 
 # Hidden sizes: Gemma 3 and 4, Qwen3, Llama, DeepSeek.
 MODEL_WIDTHS = (1024, 1152, 2048, 2560, 2816, 3840, 4096, 5120, 5376, 7168, 8192)

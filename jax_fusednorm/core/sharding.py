@@ -51,6 +51,9 @@ def place(primitive, body, ctx, params):
         return Placed(body, ctx)
     if not inside and axes.num_devices == 1:
         return Placed(body, ctx)
+    operand_axes, result_axes = primitive.axes(params)
+    if not any(map(is_row, operand_axes)) and set(primitive.uncut).issuperset("".join((*operand_axes, *result_axes))):
+        return Placed(why="nothing of it can be cut")
     if not jax.config.jax_use_shardy_partitioner:
         return Placed(why="the Shardy partitioner is off")
     if explicit and not auto:
@@ -86,16 +89,19 @@ def _summed_over_rows(results, operand_axes, result_axes, on):
     return list(map(summed, results, result_axes))
 
 
-def whole(x):
-    """x, gathered where an Explicit mesh cuts its last axis."""
+def whole(x, axes=(-1,)):
+    """x, gathered where an Explicit mesh cuts one of `axes`, by default its last."""
     own = jax.typeof(x).sharding
-    return _resharded(x, own.mesh, *own.spec[:-1], None) if len(own.spec) and own.spec[-1] is not None else x
+    gathered = [axis % x.ndim for axis in axes]
+    kept = [None if axis in gathered else entry for axis, entry in enumerate(own.spec)]
+    return x if kept == list(own.spec) else _resharded(x, own.mesh, kept)
 
 
 def broadcast_rows(a, x, ndim):
     """`a` broadcast to the first `ndim` axes of x, and cut as an Explicit mesh cuts them."""
     own = jax.typeof(x).sharding
-    return _resharded(jnp.broadcast_to(a, x.shape[:ndim]), own.mesh, *own.spec[:ndim])
+    a = jnp.broadcast_to(a, x.shape[:ndim])
+    return _resharded(a, own.mesh, own.spec[:ndim]) if any(own.spec[:ndim]) else a
 
 
 def take_rows(table, index):
@@ -105,8 +111,8 @@ def take_rows(table, index):
     return table.at[index].get(out_sharding=cut)
 
 
-def _resharded(a, mesh, *spec):
-    return jax.sharding.reshard(a, NamedSharding(mesh, PartitionSpec(*spec))) if any(spec) else a
+def _resharded(a, mesh, spec):
+    return jax.sharding.reshard(a, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def _spec(on, axes, ndim):

@@ -91,8 +91,8 @@ def qk_rms_norm_rope_paged(q, cache, q_scale, k_scale, freqs_cis, input_row_offs
                                num_heads=num_heads, q_start=q_start, **starts, **options)
     offsets = checks.int32(op, "input_row_offsets", input_row_offsets, (page_table.shape[0] + 1,), "where each sequence starts, and the last ends")
     layer = checks.int32(op, "layer", layer, (), "one layer of the cache")
-    q_out, pages = QK_RMS_NORM_ROPE_PAGED[packed].bind(q, pages, page_table, lengths, q_scale, k_scale, frequencies, offsets, layer, k, v,
-                                                       spec=spec)
+    operands = (q, pages, page_table, lengths, q_scale, k_scale, frequencies, offsets, layer, k, v)
+    q_out, pages = _OPS[packed].bind(*map(_cut_by_heads_alone, operands, _AXES[packed]), spec=spec)
     return q_out, dataclasses.replace(cache, pages=pages)
 
 
@@ -146,6 +146,10 @@ def _rows(op, argument, rows, q, pages):
     return rows
 
 
+def _cut_by_heads_alone(a, axes):
+    return None if a is None else sharding.whole(a, [i for i, dim in enumerate(axes) if dim not in "hg"])
+
+
 def sources(q, arrays, spec, heads, width):
     """(queries, keys, values) [T, heads, D], None where there are none. arrays: the operands that are keys or values."""
     arrays = iter(arrays)
@@ -166,6 +170,13 @@ def reference(q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offset
     q_out, k_out = (_heads.normed_and_rotated(x, scale, *angles, spec, mean).astype(x.dtype) for x, scale in ((q, q_scale), (k, k_scale)))
     pages = places.put(pages, 0, k_out)
     return [q_out, pages if v is None else places.put(pages, 1, v)]
+
+
+def packed_reference(q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offsets, layer, *arrays, spec, mean=last_mean):
+    """The op on slices. Where devices have a part of the heads each, the columns of those are no part of a packed array."""
+    q, k, v = sources(q, arrays, spec, *pages.shape[-2:])
+    unpacked = dataclasses.replace(spec, num_heads=None, q_start=0, k_start=None, v_start=None)
+    return _OPS[False].bind(q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offsets, layer, k, v, spec=unpacked)
 
 
 def kernel(call, q, pages, page_table, lengths, q_scale, k_scale, freqs_cis, offsets, layer, *arrays, spec):
@@ -192,9 +203,13 @@ def _jvp(primals, tangents, spec):
                               "which has derivatives of every order and mode.")
 
 
-def _op(q):
-    return Op("qk_rms_norm_rope_paged", reference, operands=(q, "ncisgd", "bm", "b", "d", "d", "pe", "o", "", "tgd", "tgd"),
-              results=("thd", "ncisgd"), whole="", uncut="tdwncisbmpeo", kernel=kernel, jvp=_jvp)
+# Of the operands, by whether q is packed; h are its heads, and g those of the cache.
+_AXES = {packed: (q, "ncisgd", "bm", "b", "d", "d", "pe", "o", "", "tgd", "tgd") for packed, q in ((False, "thd"), (True, "tw"))}
+_UNCUT = "tdncisbmpeo"
 
 
-QK_RMS_NORM_ROPE_PAGED = {False: _op("thd"), True: _op("tw")}
+def _op(reference, packed, uncut):
+    return Op("qk_rms_norm_rope_paged", reference, operands=_AXES[packed], results=("thd", "ncisgd"), whole="", uncut=uncut, kernel=kernel, jvp=_jvp)
+
+
+_OPS = {False: _op(reference, False, uncut=_UNCUT), True: _op(packed_reference, True, uncut=_UNCUT + "whg")}

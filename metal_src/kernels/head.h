@@ -258,7 +258,8 @@ inline void turn_in_place(device U* out, HEAD head, Rope rope, Share share, int 
   simdgroup_barrier(mem_flags::mem_device);  // the sum has been read
   for (int pair = share.rank; pair < (width > 0 ? rope.pairs : 0); pair += share.lanes) {
     const int a = rope.first + pair * (rope.interleaved ? 2 : 1), b = a + rope.distance;
-    const Floats<1> y_a = normed(head, load_pack<1>(head.x, a), load_gain<1>(head, a)), y_b = normed(head, load_pack<1>(head.x, b), load_gain<1>(head, b));
+    const Floats<1> y_a = normed(head, load_pack<1>(head.x, a), load_gain<1>(head, a));
+    const Floats<1> y_b = normed(head, load_pack<1>(head.x, b), load_gain<1>(head, b));
     const Rotation r = rope.rotation_of(pair);
     const Floats<2> f = turned(y_a.v[0], y_b.v[0], r.cosine, r.sine);
     out[a] = U(f.v[0]);
@@ -286,7 +287,8 @@ inline void turn_and_store(device U* out, thread Kept<V, R>& kept, HEAD head, th
 
 // 1 / the root of the mean square of a head whose first packs were asked for.
 template <int V, int R, typename T>
-inline float inverse_rms(thread Ahead<T, V, R>& ahead, device const T* x, Share share, int packs, thread Kept<V, R>& kept, uint width, float epsilon) {
+inline float inverse_rms(thread Ahead<T, V, R>& ahead, device const T* x, Share share, int packs, thread Kept<V, R>& kept, uint width,
+                         float epsilon) {
   float squares = sum_of_squares(ahead, x, share, packs, kept);
   for (int mask = share.lanes / 2; mask > 0; mask /= 2) squares += simd_shuffle_xor(squares, ushort(mask));
   return rsqrt(squares / float(width) + epsilon);

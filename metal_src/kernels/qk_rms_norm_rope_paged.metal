@@ -8,7 +8,7 @@
 // and keeps the token's angles. No threadgroup memory. bytes: 1 read and 1 write of every head of q, k and v.
 #include "head.h"
 
-// A token's position, and its slot: the first element of its k in pages. -1 where it has none.
+// A token's position, which the table may not have, and its slot: the first element of its k in pages. -1 where it has none.
 struct Place {
   int position;
   long slot;
@@ -29,11 +29,10 @@ inline Place place_of(constant PagedHeadsParams& p, device const int* page_table
   const int sequence = simd_min(beyond) - 1;
   if (sequence < 0 || sequence >= count) return place;
   for (int i = int(lane); i <= sequence; i += SIMD_WIDTH) start = offsets[i] > start ? offsets[i] : start;
-  const long position = long(lengths[sequence]) + (token + simd_min(-start));
-  if (position < 0 || position >= long(p.heads.table_rows)) return place;
+  const uint position = uint(lengths[sequence]) + uint(token + simd_min(-start));  // beyond int32: negative
   place.position = int(position);
 
-  const uint page_of_sequence = uint(position) / p.page_size, in_page = uint(position) % p.page_size;
+  const uint page_of_sequence = position / p.page_size, in_page = position % p.page_size;
   if (page_of_sequence >= p.table_width || uint(layer) >= p.layers) return place;
   const int page = page_table[long(sequence) * p.table_width + page_of_sequence];
   if (uint(page) < p.pages) place.slot = ((long(page) * p.sides * p.layers + layer) * p.page_size + in_page) * p.heads.k_heads * p.heads.width;
@@ -66,7 +65,8 @@ struct Found {
 };
 
 template <typename T>
-inline Found<T> find_head(Heads<T> heads, uint head, uint width) {
+inline Found<T> find_head(Heads<T> heads, uint walk, Share share, uint lane, uint width) {
+  const uint lanes = uint(share.lanes), head = walk * (SIMD_WIDTH / lanes) + lane / lanes;
   Found<T> found;
   found.some = head < heads.count;
   found.x = heads.x + long(head) * width;
@@ -109,13 +109,15 @@ kernel void qk_rms_norm_rope_paged(
 
   const Share share = share_of(lane, p.heads.lanes);
   const int all = share.of(int(width) / V);
-  const uint at_once = SIMD_WIDTH / uint(share.lanes), part_of_walk = lane / uint(share.lanes);
-  const uint q_walks = (qs.count + at_once - 1) / at_once, k_walks = (ks.count + at_once - 1) / at_once, v_walks = (vs.count + at_once - 1) / at_once;
+  const uint at_once = SIMD_WIDTH / uint(share.lanes);
+  const uint q_walks = (qs.count + at_once - 1) / at_once;
+  const uint k_walks = (ks.count + at_once - 1) / at_once;
+  const uint v_walks = (vs.count + at_once - 1) / at_once;
   uint walk = team % p.heads.parts;
   const Rope rope = rope_of(p.heads, angles, place.position);
   if (!rope.known) {
     for (; walk < q_walks; walk += p.heads.parts) {
-      const Found<T> at = find_head(qs, walk * at_once + part_of_walk, width);
+      const Found<T> at = find_head(qs, walk, share, lane, width);
       FOR_MINE(c, 0, (at.some ? all : 0)) store_pack<V>(at.out, share.at(c), zeros<V>());
     }
     return;
@@ -131,7 +133,7 @@ kernel void qk_rms_norm_rope_paged(
   if (all <= R) load_rotations(rotations, rope, share, 0, all);
   int gains_of = -1;
 
-  Found<T> next = walk < q_walks ? find_head(qs, walk * at_once + part_of_walk, width) : find_head(ks, (walk - q_walks) * at_once + part_of_walk, width);
+  Found<T> next = find_head(walk < q_walks ? qs : ks, walk < q_walks ? walk : walk - q_walks, share, lane, width);
   Ahead<T, V, R> ahead;
   ask_for(ahead, next.x, share, next.some ? all : 0);
   while (walk < q_walks + k_walks) {
@@ -144,12 +146,12 @@ kernel void qk_rms_norm_rope_paged(
     gains_of = of_k;
     head.r = inverse_rms(ahead, head.x, share, packs, kept, width, p.heads.epsilon);
     walk += p.heads.parts;
-    next = walk < q_walks ? find_head(qs, walk * at_once + part_of_walk, width) : find_head(ks, (walk - q_walks) * at_once + part_of_walk, width);
+    next = find_head(walk < q_walks ? qs : ks, walk < q_walks ? walk : walk - q_walks, share, lane, width);
     ask_for(ahead, next.x, share, next.some ? all : 0);
     turn_and_store(at.out, kept, head, gains, rotations, rope, share, packs, at.some ? int(width) : 0, of_k && in_place);
   }
   for (; walk < q_walks + k_walks + v_walks; walk += p.heads.parts) {
-    const Found<T> at = find_head(vs, (walk - q_walks - k_walks) * at_once + part_of_walk, width);
+    const Found<T> at = find_head(vs, walk - q_walks - k_walks, share, lane, width);
     FOR_MINE(c, 0, (at.some ? all : 0)) copy_pack<V>(at.out, at.x, share.at(c));
   }
 }
