@@ -53,10 +53,10 @@ docs:
 	test -x $(VENV)-docs/bin/mkdocs || { $(PYTHON) -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install -q --disable-pip-version-check mkdocs-material 'mkdocstrings[python]'; }
 	$(VENV)-docs/bin/mkdocs build -q --strict
 
-# The native libraries for Apple silicon, built on any machine, in build/macos.
+# The wheel for Apple silicon, built on any machine, in dist.
 macos: $(VENV)/test-ready
-	export PATH="$(CURDIR)/$(BIN):$$PATH" && \
-	  cmake -G Ninja -S metal_src -B build/macos --toolchain macos.cmake -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python && cmake --build build/macos
+	JAX_FUSEDNORM_MACOS=1 $(BIN)/pip wheel -q --no-deps -w dist .
+	JAX_FUSEDNORM_MACOS_WHEEL=$$(ls -t dist/*macosx*.whl | head -1) $(BIN)/python -m pytest -q --slow tests/test_macos.py
 
 # The stand-in for Apple's Metal driver, for tests (metal_src/emulator). Prints where it is.
 STANDIN := $(CURDIR)/build/standin/libstandin.so

@@ -40,7 +40,6 @@ import os
 import pathlib
 import platform
 import sys
-import time
 
 import jax
 import jaxlib
@@ -50,6 +49,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import jax_fusednorm
+from jax_fusednorm.cli.timing import PAUSE, measure, summary
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE)]
@@ -71,37 +71,6 @@ FASTER = {("add_rms_norm", False): {"bfloat16": 6, "float32": 4}, ("add_rms_norm
 SHARE = {"add_rms_norm": 0.7, "gated_group_rms_norm": 0.45, "head_rms_norm_rope": 0.4, "qk_rms_norm_rope_paged": 0.4}
 CHAIN = {"decode": (10, 50), "prefill": (4, 8)}  # short and long
 NOISE = 0.3  # a spread above this on either side says nothing about the ratio
-PAUSE = 0.005  # seconds; OpenMP workers of the contestant before go on spinning for a while
-SAMPLE = 0.002  # seconds that one timed sample lasts at least, by repeating short calls
-
-
-def seconds(call):
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def measure(calls, rounds):
-    """{key: seconds of one call, in every round}. calls: {key: function}."""
-    repeats = {}
-    for key, call in calls.items():
-        call()  # compiles
-        repeats[key] = max(1, min(200, int(SAMPLE / min(seconds(call) for _ in range(3)))))
-    times, order = {key: [] for key in calls}, list(calls)
-    for index in range(rounds):
-        for key in order[index % len(order):] + order[: index % len(order)]:
-            call, n = calls[key], repeats[key]
-            time.sleep(PAUSE)
-            call()  # wakes the threads, brings small operands back into the cache, and settles the page tables after a contestant's maps
-            times[key].append(seconds(lambda: [call() for _ in range(n)]) / n)
-    return {key: np.array(t) for key, t in times.items()}
-
-
-def summary(times):
-    low, middle, high = np.percentile(times, (25, 50, 75))
-    if middle <= 0:  # a difference of chains that drowned in noise
-        middle = math.nan
-    return {"median_s": middle, "spread": (high - low) / 2 / middle}
 
 
 def run_case(op, kind, case, arguments):

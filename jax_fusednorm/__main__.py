@@ -1,39 +1,33 @@
-"""`python -m jax_fusednorm info`: what is installed, what runs where, and why."""
+"""python -m jax_fusednorm info | selftest | bench"""
 
 import argparse
-import os
-import platform
+import sys
 
-import jax
-import jax.numpy as jnp
-
-import jax_fusednorm
-from jax_fusednorm.core import ffi, lowering
+from .cli import bench, info, selftest
 
 
-def info():
-    print(f"jax_fusednorm {jax_fusednorm.__version__}, Python {platform.python_version()}, jax {jax.__version__}, "
-          f"jaxlib {jax.lib.__version__}, {platform.system()} {platform.machine()}")
-    print(f"devices: {', '.join(f'{d.platform}:{d.id} {d.device_kind}' for d in jax.devices())}")
-    print(f"default implementation: {lowering.requested('info', None)}"
-          f" ({lowering.VARIABLE}={os.environ.get(lowering.VARIABLE, '')!r} in the environment)")
-    for launchers in lowering.LAUNCHERS.values():
-        for launcher in launchers:
-            library = ffi.library(launcher)
-            print(f"{launcher}: {library.about}; kernels: {', '.join(sorted(library.targets)) or 'none'}")
-    x, scale = jax.ShapeDtypeStruct((2, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096,), jnp.float32)
-    for op, operands in ((jax_fusednorm.rms_norm, (x, scale)), (jax_fusednorm.add_rms_norm, (x, x, scale))):
-        print(f"{op.__name__}, bfloat16 [2, 4096]:")
-        for name, decision in jax_fusednorm.explain(op, *operands).items():
-            print(f"  {name:5} {decision}")
-
-
-def main():
-    parser = argparse.ArgumentParser(prog="python -m jax_fusednorm", description=__doc__)
-    parser.add_argument("command", choices=["info"], help="info: print what is installed and what runs where")
-    parser.parse_args()
-    info()
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m jax_fusednorm", description="Fused normalization ops for JAX.")
+    commands = parser.add_subparsers(required=True, metavar="info | selftest | bench")
+    for name, module in (("info", info), ("selftest", selftest), ("bench", bench)):
+        command = commands.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__,
+                                      formatter_class=argparse.RawDescriptionHelpFormatter)
+        command.set_defaults(run=module.main)
+        if module is not info:
+            command.add_argument("--ops", metavar="OP,OP", help="some ops; all by default")
+            command.add_argument("--implementations", metavar="A,B", help="some of jnp, host, metal, cuda; by default all that can run here")
+        if module is selftest:
+            command.add_argument("--dtypes", metavar="A,B", help="some of float32, bfloat16, float16; all by default")
+            command.add_argument("--report", metavar="FILE", default="jax_fusednorm-selftest.txt", help="where the report goes (%(default)s)")
+        if module is bench:
+            command.add_argument("--dtype", default="bfloat16")
+            command.add_argument("--tokens", default="1,16,2048", metavar="A,B", help="how many tokens a call has (%(default)s)")
+            command.add_argument("--rounds", type=int, default=15, help="how often each figure is taken (%(default)s)")
+            command.add_argument("--json", metavar="FILE", help="write every figure there")
+            command.add_argument("--plot", metavar="FILE", help="draw the rates over the bytes moved, as a PNG; needs matplotlib")
+    chosen = parser.parse_args(arguments)
+    return chosen.run(chosen)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

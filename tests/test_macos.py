@@ -1,91 +1,92 @@
-"""The libraries for Apple silicon, cross-compiled: what the loader of macOS would find in them. Nothing of them runs here."""
+"""The wheel for Apple silicon, cross-compiled: what pip and the loader of macOS would find in it. Nothing of it runs here."""
 
+import hashlib
 import os
 import pathlib
+import re
 import struct
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
+import embed
 from jax_fusednorm.core import ffi
 
 pytest.importorskip("ziglang", reason="the cross-compiler for macOS, ziglang, is not installed")
-SOURCES = pathlib.Path(__file__).parent.parent / "metal_src"
-WEAK = 4  # a flag of an export: another library's definition may take its place
+lief = pytest.importorskip("lief", reason="lief, which reads Mach-O, is not installed")
+ROOT = pathlib.Path(__file__).parent.parent
+SOURCES = ROOT / "metal_src"
+DYLIB, MACOS, WEAK, AD_HOC = 6, 1, 4, 2
 
 
-class MachO:
-    """Of a 64-bit Mach-O library: the machine, what it loads and exports, the oldest macOS it is for, and whether it is signed."""
-
-    def __init__(self, data):
-        magic, self.machine, _, self.kind, commands, *_ = struct.unpack_from("<8I", data)
-        assert magic == 0xFEEDFACF
-        self.loads, self.exports, self.signed, at = [], {}, False, 32
-        for _ in range(commands):
-            command, size = struct.unpack_from("<2I", data, at)
-            body = data[at:at + size]
-            if command & 0x7FFFFFFF in (0x0C, 0x18, 0x1F, 0x23):                    # LC_LOAD_DYLIB, weak, reexported, upward
-                self.loads.append(body[struct.unpack_from("<I", body, 8)[0]:].rstrip(b"\0").decode())
-            elif command == 0x0D:                                                   # LC_ID_DYLIB
-                self.name = body[struct.unpack_from("<I", body, 8)[0]:].rstrip(b"\0").decode()
-            elif command == 0x32:                                                   # LC_BUILD_VERSION
-                self.platform, self.oldest = struct.unpack_from("<2I", body, 8)
-            elif command == 0x1D:                                                   # LC_CODE_SIGNATURE
-                self.signed = True
-            elif command & 0x7FFFFFFF in (0x22, 0x33):                              # LC_DYLD_INFO, LC_DYLD_EXPORTS_TRIE
-                start, length = struct.unpack_from("<2I", body, 40 if command & 0x7FFFFFFF == 0x22 else 8)
-                self._read_exports(data[start:start + length])
-            at += size
-
-    def _read_exports(self, trie, at=0, prefix=""):
-        length, at = _number(trie, at)
-        if length:
-            self.exports[prefix], _ = _number(trie, at)
-        at += length
-        children, at = trie[at], at + 1
-        for _ in range(children):
-            end = trie.index(0, at)
-            child, after = _number(trie, end + 1)
-            self._read_exports(trie, child, prefix + trie[at:end].decode())
-            at = after
+def run(*command, **environment):
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    done = subprocess.run(command, env={**os.environ, "PATH": path, **environment}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _number(data, at):
-    """An unsigned LEB128 number, and where it ends."""
-    value = shift = 0
-    while True:
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 0x80:
-            return value, at
+def signed_pages(data, at):
+    """(the flags of an embedded signature, whether every page has the hash that it says). macOS ends a process that touches another."""
+    _, _, count = struct.unpack_from(">3I", data, at)
+    offsets = [struct.unpack_from(">2I", data, at + 12 + 8 * i)[1] for i in range(count)]
+    [directory] = [at + o for o in offsets if struct.unpack_from(">I", data, at + o) == (0xFADE0C02,)]
+    flags, hashes, _, _, slots, limit, size, _, _, page = struct.unpack_from(">6I4B", data, directory + 12)
+    pages = [hashlib.sha256(data[start:min(start + (1 << page), limit)]).digest() for start in range(0, limit, 1 << page)]
+    stored = [data[directory + hashes + size * i:directory + hashes + size * (i + 1)] for i in range(slots)]
+    return flags, pages == stored and limit == at
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The folder of the cross-compiled Metal launcher."""
-    folder = tmp_path_factory.mktemp("macos")
-    environment = {**os.environ, "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
-    for command in (["cmake", "-G", "Ninja", "-S", SOURCES, "-B", folder, "--toolchain", "macos.cmake", f"-DPython_EXECUTABLE={sys.executable}"],
-                    ["cmake", "--build", folder, "--target", "jax_fusednorm_metal"]):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
-def test_the_metal_launcher_for_macos(built):
-    data = (built / "libjax_fusednorm_metal.dylib").read_bytes()
-    library = MachO(data)
-    arm64, dynamic_library, macos = 0x0100000C, 6, 1
-    assert (library.machine, library.kind, library.platform, library.oldest >> 16, library.signed) == (arm64, dynamic_library, macos, 14, True)
-    assert library.name == "@rpath/libjax_fusednorm_metal.dylib"
-    assert library.loads == ["/usr/lib/libSystem.B.dylib"]
-    handlers = {f"_{ffi.target('metal', kernel)}" for kernel in ffi.library("metal").targets}  # this machine's
-    described = {f"_jax_fusednorm_{name}" for name in ("describe", "poison_outputs", "status")}
-    exported = {name for name, flags in library.exports.items() if not flags & WEAK} - {"__mh_dylib_header", "___dso_handle"}
-    assert handlers and exported == handlers | described
+def check(launcher, data, *no_paths):
+    """One library for macOS 14 on Apple silicon, with the handlers that this machine's has too."""
+    library = lief.MachO.parse(list(data)).at(0)
+    name = f"libjax_fusednorm_{launcher}.dylib"
+    assert library.header.cpu_type == lief.MachO.Header.CPU_TYPE.ARM64 and library.header.file_type.value == DYLIB
+    assert library.build_version.platform.value == MACOS and library.build_version.minos[0] == 14
+    assert [each.name for each in library.libraries] == [f"@rpath/{name}", "/usr/lib/libSystem.B.dylib"]
+    trie = library.dyld_exports_trie if library.has_dyld_exports_trie else library.dyld_info
+    exports = {export.symbol.name: export.flags for export in trie.exports}
+    handlers = {f"_{ffi.target(launcher, kernel)}" for kernel in ffi.library(launcher).targets}
+    ours = {"describe", "poison_outputs", "status", *(["run_host_kernel"] if launcher == "host" else [])}
+    exported = {e for e, flags in exports.items() if not flags & WEAK} - {"__mh_dylib_header", "___dso_handle"}
+    assert handlers and exported == handlers | {f"_jax_fusednorm_{each}" for each in ours}
     # the C++ library is linked in; its allocation functions may be replaced by the process's own, as C++ has it
-    assert all(name.startswith(("__Zn", "__Zd")) for name, flags in library.exports.items() if flags & WEAK)
-    assert str(SOURCES.parent).encode() not in data and str(built).encode() not in data
-    for framework in (b"Metal.framework/Metal", b"CoreGraphics.framework/CoreGraphics", b"/usr/lib/libobjc.A.dylib"):
-        assert framework in data
+    assert all(e.startswith(("__Zn", "__Zd")) for e, flags in exports.items() if flags & WEAK)
+    flags, right = signed_pages(data, library.code_signature.data_offset)
+    assert flags & AD_HOC and right
+    broken = bytearray(data)
+    broken[len(data) // 2] ^= 1
+    assert not signed_pages(broken, library.code_signature.data_offset)[1]
+    for path in (SOURCES.parent, *no_paths):
+        assert str(path).encode() not in data
+    if launcher == "metal":
+        for framework in (b"Metal.framework/Metal", b"CoreGraphics.framework/CoreGraphics", b"/usr/lib/libobjc.A.dylib"):
+            assert framework in data
+        for text in map(embed.assemble, embed.FILES):
+            assert text.encode() + b"\0" in data  # what Metal's compiler will get
+
+
+def test_the_metal_launcher_for_macos(tmp_path):
+    run("cmake", "-G", "Ninja", "-S", SOURCES, "-B", tmp_path, "--toolchain", "macos.cmake", f"-DPython_EXECUTABLE={sys.executable}")
+    run("cmake", "--build", tmp_path, "--target", "jax_fusednorm_metal")
+    check("metal", (tmp_path / "libjax_fusednorm_metal.dylib").read_bytes(), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_wheel_for_macos(tmp_path):
+    """JAX_FUSEDNORM_MACOS_WHEEL: one that is built already."""
+    path = os.environ.get("JAX_FUSEDNORM_MACOS_WHEEL")
+    if not path:
+        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT, JAX_FUSEDNORM_MACOS="1")
+        [path] = tmp_path.glob("*.whl")
+    assert re.fullmatch(r"jax_fusednorm-[0-9.]+-py3-none-macosx_14_0_arm64\.whl", pathlib.Path(path).name)
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+        [about] = [wheel.read(n).decode() for n in names if n.endswith(".dist-info/WHEEL")]
+        assert "Root-Is-Purelib: false\n" in about and "Tag: py3-none-macosx_14_0_arm64\n" in about
+        assert {pathlib.Path(n).name for n in names if "/lib/" in n} == {"libjax_fusednorm_host.dylib", "libjax_fusednorm_metal.dylib"}
+        for source in (ROOT / "jax_fusednorm").rglob("*.py"):
+            assert wheel.read(str(source.relative_to(ROOT))) == source.read_bytes()
+        for launcher in ("host", "metal"):
+            check(launcher, wheel.read(f"jax_fusednorm/lib/libjax_fusednorm_{launcher}.dylib"), tmp_path)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import os
+import sys
 import warnings
 
 import jax
@@ -14,9 +15,9 @@ from . import checks, ffi
 
 # The kernel builds that each platform can launch, best first. Every other platform runs the reference.
 LAUNCHERS = {"cpu": ("host", "metal"), "cuda": ("cuda",)}
-BY_NAME_ONLY = ("metal",)  # not under "auto"
 IMPLEMENTATIONS = ("auto", "jnp", "kernel", "host", "metal", "cuda")
 VARIABLE = "JAX_FUSEDNORM_IMPLEMENTATION"
+METAL_VARIABLE = "JAX_FUSEDNORM_METAL_MIN_BYTES"
 
 
 def _initial():
@@ -25,6 +26,27 @@ def _initial():
         return value
     warnings.warn(f"jax_fusednorm: {VARIABLE}={value!r} is none of {', '.join(IMPLEMENTATIONS)}; using 'auto'.", stacklevel=2)
     return "auto"
+
+
+def _metal_min_bytes():
+    """The fewest bytes that a call must move for the Apple GPU to run it under "auto".
+
+    A GPU that moves twice what the CPU does, 150 GB/s, gains as much as its round trip costs, 210 us at most in published measurements,
+    on 2 * 150 GB/s * 210 us = 63 MB.
+    """
+    value = os.environ.get(METAL_VARIABLE) or 2**26
+    try:
+        return float(value)
+    except ValueError:
+        warnings.warn(f"jax_fusednorm: {METAL_VARIABLE}={value!r} is no number of bytes; using {2**26}.", stacklevel=2)
+        return 2.0**26
+
+
+METAL_MIN_BYTES = _metal_min_bytes()
+
+
+def on_apple_silicon():
+    return sys.platform == "darwin" and os.uname().machine == "arm64"
 
 
 # A JAX user context is part of jit's cache key: a function traced under another default is traced again.
@@ -66,10 +88,19 @@ def uncovered(avals):
             return f"shape {list(aval.shape)} needs more than 31 bits to count its rows or columns"
 
 
-def launchers_for(platform, requested):
-    """The kernel builds that a call may run there, best first."""
-    return tuple(launcher for launcher in LAUNCHERS.get(platform, ())
-                 if requested in ("kernel", launcher) or requested == "auto" and launcher not in BY_NAME_ONLY)
+def bytes_of(avals):
+    """What arrays of these avals hold, axes whose size is a symbol left out."""
+    return sum(aval.dtype.itemsize * math.prod(n for n in aval.shape if isinstance(n, int)) for aval in avals)
+
+
+def launchers_for(platform, requested, moved=math.inf):
+    """The kernel builds that a call which moves so many bytes may run there, best first."""
+    known = LAUNCHERS.get(platform, ())
+    if requested not in ("auto", "kernel"):
+        return (requested,) if requested in known else ()
+    if platform == "cpu" and on_apple_silicon() and moved >= METAL_MIN_BYTES:
+        return known[::-1]
+    return known if requested == "kernel" else known[:1]
 
 
 def may_use_kernels(requested):
@@ -80,14 +111,17 @@ def may_use_kernels(requested):
     return requested != "jnp"
 
 
-def choose(platforms, requested, ctx):
-    """The Decision for a call lowered for `platforms`, before its devices are looked at."""
+def choose(platforms, requested, ctx, moved, distrust):
+    """The Decision for a call lowered for `platforms` that moves so many bytes, before its devices are looked at.
+
+    distrust(launcher): why its kernel is not to be trusted with this call, or None.
+    """
     def refused(why):
         return Decision("jnp" if requested in ("auto", "jnp") else None, why)
 
     if requested == "jnp":
         return Decision("jnp", "asked for by implementation='jnp'")
-    launchers = launchers_for(platforms[0], requested) if len(platforms) == 1 else ()
+    launchers = launchers_for(platforms[0], requested, moved) if len(platforms) == 1 else ()
     if not launchers:
         kind = "" if requested in ("auto", "kernel") else f"{requested} "
         return refused(f"there are no {kind}kernels for platform {'/'.join(platforms)}")
@@ -96,25 +130,30 @@ def choose(platforms, requested, ctx):
         return refused(why_not)
     if requested == "auto" and ctx.module_context.lowering_parameters.for_export:
         return Decision("jnp", "exported under implementation='auto'")
-    libraries = [ffi.library(launcher) for launcher in launchers]
-    for launcher, library in zip(launchers, libraries):
-        if library.usable:
-            if not may_use_kernels(requested):
-                return refused(f"this process's default platform, {jax.default_backend()}, has no kernels")
-            return Decision(launcher, library.about)
-    return refused("; ".join(library.about for library in libraries))
+    notes = []
+    if launchers != launchers_for(platforms[0], requested):
+        notes.append(f"metal is for calls that move {METAL_MIN_BYTES:.3g} bytes ({METAL_VARIABLE}), and this one moves {moved:.3g}")
+    for launcher in launchers:
+        library = ffi.library(launcher)
+        if library.usable and not may_use_kernels(requested):
+            return refused(f"this process's default platform, {jax.default_backend()}, has no kernels")
+        why_not = distrust(launcher) if library.usable else library.about
+        if not why_not:
+            return Decision(launcher, "; ".join([library.about, *notes]))
+        notes.append(why_not)
+    return refused("; ".join(notes))
 
 
 _record = contextvars.ContextVar("jax_fusednorm_decisions", default=None)
 
 
-def decide(name, platforms, requested, ctx, place, strict):
+def decide(name, platforms, requested, ctx, place, strict, **options):
     """(choose(), and what place(launcher) makes of it for the devices in `ctx`), recorded for explain().
 
     A call that no kernel can take is an error if it is `strict` and asked for one, else the reference runs. How the operands are
     cut over devices is never an error: there the reference is what XLA knows how to cut.
     """
-    decision, placed = choose(platforms, requested, ctx), None
+    decision, placed = choose(platforms, requested, ctx, **options), None
     if decision.runs not in (None, "jnp"):
         placed = place(decision.runs)
         if placed.why:
@@ -141,7 +180,7 @@ def _recording():
 
 
 def explain(op, *args, platforms=("cpu", "cuda", "rocm", "tpu", "mps"), **kwargs):
-    """What `op(*args, **kwargs)` would run on each platform, and why, without running it.
+    """What `op(*args, **kwargs)` would run on each platform, and why, without running it (a kernel for Apple GPUs is checked, on few rows).
 
     args: arrays or `jax.ShapeDtypeStruct`s. Returns {platform: Decision}; a Decision prints as "host: ..." or "jnp: ...".
     Forward only; a derivative takes the same way and runs the reference where it has no kernel.

@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import ffi, lowering, sharding
+from . import ffi, lowering, selfcheck, sharding
 from .sharding import is_row
 
 try:  # there is no public way to have a mesh's devices while lowering, which custom_partitioning needs
@@ -68,14 +68,16 @@ class _RowPrimitive:
 
     reference(*operands, mean, **params) -> results; axes(params) -> (operand axes, result axes); whole, uncut: as in Op;
     kernel(call, *operands, **params) -> results, or NotImplemented for what it does not cover; None where the reference is all there is.
+    sample, moved: as in Op.
 
     It is two primitives of one name. The one with kernels asks for its devices while lowering, which JAX refuses to abstract
     meshes among others; so a call that can only run jnp binds the plain one.
     """
 
-    def __init__(self, name, reference, axes, whole, uncut, kernel, strict):
+    def __init__(self, name, reference, axes, whole, uncut, kernel, strict, sample=None, moved=None):
         self.name, self.reference, self.axes, self.whole, self.uncut = name, reference, axes, whole, uncut
-        self.kernel, self.strict = kernel, strict
+        self.kernel, self.strict, self.sample = kernel, strict, sample
+        self.moved = moved or (lambda avals_in, avals_out: lowering.bytes_of((*avals_in, *avals_out)))
         self.plain = self._primitive(has_kernels=False)
         self.with_kernels = self.plain if kernel is None else self._primitive(has_kernels=True)
         self.primitives = {self.plain, self.with_kernels}
@@ -131,7 +133,9 @@ class _RowPrimitive:
 
         body = functools.partial(self.reference, **params)
         if self.kernel is not None or self.strict:
-            decision, placed = lowering.decide(self.name, platforms, params["spec"].implementation, ctx, place, self.strict)
+            decision, placed = lowering.decide(
+                self.name, platforms, params["spec"].implementation, ctx, place, self.strict, moved=self.moved(ctx.avals_in, ctx.avals_out),
+                distrust=lambda launcher: selfcheck.failure(self, launcher, ctx.avals_in, params))
             if placed is not None:
                 body, ctx = placed.body, placed.ctx
         return mlir.lower_fun(body, multiple_results=True)(ctx, *operands)
@@ -148,14 +152,17 @@ class Op:
     tangent_kernel, cotangent_kernel(call, *operands, *tangents or *cotangents, spec, active) -> results, optional.
         active[i]: operand i has a tangent / its cotangent is wanted.
     jvp(primals, tangents, spec) -> (results, tangents) or NotImplemented: takes the place of the op's own linearization.
+    sample(rng, shapes) -> operands of about these (shape, dtype)s, for the self-check of `kernel`, where tables must hold something sensible.
+    moved(operands' avals, results' avals) -> bytes that a call reads and writes, where it is not all of them.
     spec: a frozen, hashable value with a field `implementation`.
     """
 
     def __init__(self, name, reference, *, operands, results, whole="d", uncut="", kernel=None, tangent_kernel=None,
-                 cotangent_kernel=None, jvp=None):
+                 cotangent_kernel=None, jvp=None, sample=None, moved=None):
         self.name, self.reference, self._own_jvp = name, reference, jvp
         self._operands, self._results = operands, results if callable(results) else lambda spec: results
-        self.op = _RowPrimitive(name, reference, lambda params: (operands, self._results(params["spec"])), whole, uncut, kernel, strict=True)
+        self.op = _RowPrimitive(name, reference, lambda params: (operands, self._results(params["spec"])), whole, uncut, kernel, strict=True,
+                                sample=sample, moved=moved)
         self.tangent = _RowPrimitive(f"{name}_tangent", self._tangent_reference, self._tangent_axes, whole, uncut, tangent_kernel,
                                      strict=False)
         self.cotangent = _RowPrimitive(f"{name}_cotangent", self._cotangent_reference, self._cotangent_axes, whole, uncut,

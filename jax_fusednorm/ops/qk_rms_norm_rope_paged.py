@@ -5,8 +5,9 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..core import checks, paged, rope, sharding
+from ..core import checks, lowering, paged, rope, selfcheck, sharding
 from ..core.numerics import compute_dtype, last_mean
 from ..core.primitive import Op
 from . import head_rms_norm_rope as _heads
@@ -203,13 +204,33 @@ def _jvp(primals, tangents, spec):
                               "which has derivatives of every order and mode.")
 
 
+def sample(rng, shapes):
+    """A few tokens of two sequences, with pages of their own: of two tokens with one row either may be stored."""
+    (q, pages, _, _, *scales, table, _, _), arrays = shapes[:9], shapes[9:]
+    (count, *channels), (_, kinds, layers, page_size, *row) = q[0], pages[0]
+    tokens, layers = min(count, 7), min(layers, 2)
+
+    def draw(shape, like):
+        return selfcheck.draw(rng, shape, like[1])
+
+    return [draw((tokens, *channels), q), draw((4, kinds, layers, page_size, *row), pages), rng.permutation(4).astype(np.int32).reshape(2, 2),
+            rng.integers(0, page_size, 2, np.int32), *(draw(s[0], s) for s in (*scales, table)),
+            np.array([0, tokens // 2, tokens], np.int32), np.int32(layers - 1), *(draw((tokens, *a[0][1:]), a) for a in arrays)]
+
+
+def moved(operands, results):
+    """Of the cache no more than the rows of the tokens, which are as many as k's."""
+    return lowering.bytes_of([operands[0], *operands[2:], results[0]])
+
+
 # Of the operands, by whether q is packed; h are its heads, and g those of the cache.
 _AXES = {packed: (q, "ncisgd", "bm", "b", "d", "d", "pe", "o", "", "tgd", "tgd") for packed, q in ((False, "thd"), (True, "tw"))}
 _UNCUT = "tdncisbmpeo"
 
 
 def _op(reference, packed, uncut):
-    return Op("qk_rms_norm_rope_paged", reference, operands=_AXES[packed], results=("thd", "ncisgd"), whole="", uncut=uncut, kernel=kernel, jvp=_jvp)
+    return Op("qk_rms_norm_rope_paged", reference, operands=_AXES[packed], results=("thd", "ncisgd"), whole="", uncut=uncut, kernel=kernel, jvp=_jvp,
+              sample=sample, moved=moved)
 
 
 _OPS = {False: _op(reference, False, uncut=_UNCUT), True: _op(packed_reference, True, uncut=_UNCUT + "whg")}

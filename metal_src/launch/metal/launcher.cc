@@ -10,6 +10,7 @@
 
 #include "kernel_texts.h"
 #include "launch/metal/metal.h"
+#include "launch/metal/trial.h"
 #include "launch/shape.h"
 
 namespace launcher {
@@ -38,13 +39,20 @@ struct Instance {
   MetalPipeline pipeline = {};
 };
 
-// Instances live as long as the process: calls may be under way when it ends.
-Instance& instance_of(const std::string& name) {
+// Kernels of some width that run in one call, and whether they once have.
+struct Together {
+  std::mutex lock;
+  std::atomic<bool> proven{false};
+};
+
+// The one of that name. They live as long as the process: calls may be under way when it ends.
+template <typename T>
+T& named(const std::string& name) {
   static std::mutex& lock = *new std::mutex;
-  static auto& all = *new std::map<std::string, std::unique_ptr<Instance>>;
+  static auto& all = *new std::map<std::string, std::unique_ptr<T>>;
   std::lock_guard<std::mutex> guard(lock);
   auto& found = all[name];
-  if (!found) found = std::make_unique<Instance>();
+  if (!found) found = std::make_unique<T>();
   return *found;
 }
 
@@ -69,13 +77,18 @@ std::string spelled(const Launch& launch, const Shape& shape) {
 
 int threads_of(const Shape& shape) { return shape.teams * shape.sg * simd_width; }
 
+// The shape that a width wants, if a threadgroup may have `most` simdgroups.
+Shape shape_within(const Launch& launch, int most) {
+  return launch.heads ? shape_of_head(launch.width, launch.element_bytes, most)
+                      : shape_of(launch.width, launch.element_bytes, launch.aligned, most);
+}
+
 // A compiled kernel and its shape: the one that the width wants, or one with fewer threads if the kernel's registers allow no more.
 ffi::Error prepare(const Launch& launch, Shape* shape, std::string* name, MetalPipeline* pipeline) {
   for (int most = most_simdgroups;; most = int(pipeline->max_threads) / simd_width) {
-    *shape = launch.heads ? shape_of_head(launch.width, launch.element_bytes, most)
-                          : shape_of(launch.width, launch.element_bytes, launch.aligned, most);
+    *shape = shape_within(launch, most);
     *name = spelled(launch, *shape);
-    Instance& instance = instance_of(*name);
+    Instance& instance = named<Instance>(*name);
     std::lock_guard<std::mutex> guard(instance.lock);
     if (!instance.pipeline.state)
       if (ffi::Error error = compile(launch, *name, &instance.pipeline); error.failure()) return error;
@@ -86,10 +99,7 @@ ffi::Error prepare(const Launch& launch, Shape* shape, std::string* name, MetalP
   }
 }
 
-}  // namespace
-
-ffi::Error run(Context&, const Launch* launches, int count) {
-  if (const char* why = metal_unavailable()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, ::spelled(launches[0]) + ": " + why);
+ffi::Error attempt(const Launch* launches, int count) {
   MetalDispatch dispatches[most_launches];
   MetalArray arrays[most_launches][16];
   int dispatched = 0;
@@ -114,10 +124,29 @@ ffi::Error run(Context&, const Launch* launches, int count) {
   return error ? failed(ffi::ErrorCode::kInternal, names, error) : ffi::Error::Success();
 }
 
+}  // namespace
+
+ffi::Error run(Context&, const Launch* launches, int count) {
+  if (const char* why = metal_unavailable()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, ::spelled(launches[0]) + ": " + why);
+  std::string names;
+  for (const Launch* launch = launches; launch < launches + count; ++launch)
+    if (launch->teams)
+      names += (names.empty() ? "" : ", ") + spelled(*launch, shape_within(*launch, most_simdgroups)) + " of width " + std::to_string(launch->width);
+  if (names.empty() || !trial_seconds()) return attempt(launches, count);
+  Together& together = named<Together>(names);
+  if (together.proven) return attempt(launches, count);
+  std::lock_guard<std::mutex> one(together.lock);
+  if (together.proven) return attempt(launches, count);
+  ffi::Error error = on_trial(attempt, names, launches, count);
+  together.proven = error.success();
+  return error;
+}
+
 std::string status(bool* usable) {
   const char* const why = metal_unavailable();
-  *usable = !why;
-  return why ? why : metal_device();
+  const char* const hung = trial_hung();
+  *usable = !why && !hung;
+  return why ? why : hung ? hung : metal_device();
 }
 
 void poison_outputs(bool on) { poison = on; }
