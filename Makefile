@@ -1,4 +1,5 @@
-# make demo: the main job.  make test: the tests.  make mamba2: the comparison with Hugging Face's models, which needs PyTorch.
+# make demo: the main job.  make test: the tests.  make models: the comparisons with Hugging Face's models, which need PyTorch; make mamba2 and
+# make serve: one each, the latter timed.
 # Each sets up all it needs in a virtual environment of its own.
 # PYTHON: the interpreter.  JAX: what pip is asked for.  VENV: where it goes.  PYTEST: options for pytest.
 PYTHON ?= python3
@@ -9,13 +10,19 @@ PYTEST ?=
 BIN := $(VENV)/bin
 SOURCES := $(shell find metal_src -type f)
 
-.PHONY: demo mamba2 test slow bench info macos standin clean
+.PHONY: demo models mamba2 serve test slow bench info docs macos standin clean
 
 demo: $(VENV)/examples-ready
 	$(BIN)/python examples/train_lm.py --output out/train_lm.png
 
+models: $(VENV)/models-ready
+	for example in gemma nemotron_h serve_qwen3 mamba2 mla count; do echo "== $$example" && $(BIN)/python examples/$$example.py || exit 1; done
+
 mamba2: $(VENV)/models-ready
 	$(BIN)/python examples/mamba2.py
+
+serve: $(VENV)/models-ready
+	$(BIN)/python examples/serve_qwen3.py --time
 
 # The kernels are tested wherever they can run: Metal's on Apple silicon, and on x86-64 Linux over a stand-in for its driver.
 MACHINE := $(shell uname -sm)
@@ -40,6 +47,11 @@ bench: $(VENV)/benchmarks-ready
 
 info: $(VENV)/examples-ready
 	$(BIN)/python -m jax_fusednorm info
+
+# The site, in build/site.
+docs:
+	test -x $(VENV)-docs/bin/mkdocs || { $(PYTHON) -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install -q --disable-pip-version-check mkdocs-material 'mkdocstrings[python]'; }
+	$(VENV)-docs/bin/mkdocs build -q --strict
 
 # The wheel for Apple silicon, built on any machine, in dist.
 macos: $(VENV)/test-ready

@@ -1,20 +1,17 @@
 """A Mamba-2 mixer in Flax nnx whose gated norm is the fused op, against Hugging Face's mixers with the same weights.
 
-    python examples/mamba2.py [--mixers zamba2 mamba2] [--dtypes float32 bfloat16] [--implementation auto] [--seed 0]
+    python examples/mamba2.py [--variants zamba2 mamba2] [--dtypes float32 bfloat16] [--implementation auto] [--seed 0]
 
 The gate is the first slice of what the input projection returns. The norm reads it there, so no slice is copied, and the
 gating, the norm of each group of channels and the scale are one pass over memory. The weights are those of a randomly
 initialised mixer of Zamba2 (a norm of four groups) and of Mamba-2 (one group). Ours reads a prompt with the chunked scan,
-then single tokens with the state carried on, and each output is compared with what Hugging Face's PyTorch code makes of
-the same input. The script prints a table of the differences, and exits with 1 if one is too large.
+then single tokens with the state carried on; each output, and the gradients, are compared with what Hugging Face's PyTorch
+code makes of the same input. The script prints a table of the differences, and exits with 1 if one is too large.
 
 Needs: jax_fusednorm, flax, torch, transformers, tqdm. Nothing is downloaded.
 """
 
-import argparse
-import itertools
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +19,20 @@ import numpy as np
 import torch
 import transformers
 from flax import nnx
-from tqdm import tqdm
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.zamba2.modeling_zamba2 import Zamba2MambaMixer
 
+import huggingface
 import jax_fusednorm
+from huggingface import BATCH, array, given, linear
 from jax_fusednorm.flax.nnx import GatedGroupRMSNorm
 
-BATCH, WIDTH, HEADS, STATE, CHUNK = 2, 256, 8, 64, 64
+WIDTH, HEADS, STATE, CHUNK = 256, 8, 64, 64
 INNER = 2 * WIDTH
-# Of the difference's root mean square, and of the largest difference, which could hide among many small ones; both in units of
-# the output's root mean square. In bfloat16 each side is 0.4 to 0.6 percent from Hugging Face in float32 with the same weights.
-TOLERANCE = {"float32": (5e-6, 5e-5), "bfloat16": (1e-2, 5e-2)}
+# In bfloat16 each side is 0.4 to 0.6 percent from Hugging Face in float32 with the same weights.
+LIMITS = {"float32": (5e-6, 5e-5), "bfloat16": (1e-2, 5e-2), "gradients": (1e-5, 1e-3)}
+# Of the weights that start as constants, for huggingface.randomise.
+RANGES = {"norm.weight": (0.5, 1.5), "D": (0.5, 1.5), "A_log": (0.0, 2.5), "dt_bias": (-5.0, -1.0)}
 
 
 def segment_sums(a):
@@ -82,36 +81,23 @@ def scan_one_token(state, *sequence):
     return state, jnp.einsum("bgn,bgrpn->bgrp", C, state)[:, None]
 
 
-def array(weight, dtype=jnp.float32):
-    return jnp.asarray(weight.detach().float().numpy(), dtype)
-
-
-def given(weight):
-    """The initializer that gives a weight of Hugging Face's."""
-    return lambda key, shape, dtype: array(weight, dtype)
-
-
-def linear(theirs, dtype):
-    """A torch.nn.Linear as nnx.Linear."""
-    return nnx.Linear(theirs.in_features, theirs.out_features, use_bias=theirs.bias is not None, dtype=dtype, param_dtype=dtype,
-                      kernel_init=given(theirs.weight.T), bias_init=given(theirs.bias), rngs=nnx.Rngs(0))
-
-
 class Mixer(nnx.Module):
     """A Mamba-2 mixer with the shapes, options and weights of one of Hugging Face's. The scan is in float32 under every dtype."""
 
     def __init__(self, theirs, *, dtype, implementation):
         self.groups, self.dt_limit, self.dtype = theirs.n_groups, theirs.time_step_limit, dtype
-        self.in_proj, self.out_proj = linear(theirs.in_proj, dtype), linear(theirs.out_proj, dtype)
+        self.heads, self.head_dim, self.states = theirs.num_heads, theirs.head_dim, theirs.ssm_state_size
+        self.inner = theirs.intermediate_size
+        self.in_proj, self.out_proj = linear(theirs.in_proj, dtype=dtype), linear(theirs.out_proj, dtype=dtype)
         weights = theirs.conv1d.weight[:, 0].T, theirs.conv1d.bias, theirs.dt_bias, theirs.A_log, theirs.D
         self.conv_kernel, self.conv_bias, self.dt_bias, self.A_log, self.D = (nnx.Param(array(weight)) for weight in weights)
-        self.norm = GatedGroupRMSNorm(INNER, group_size=theirs.norm.group_size, epsilon=theirs.norm.variance_epsilon, gate_start=0,
+        self.norm = GatedGroupRMSNorm(self.inner, group_size=theirs.norm.group_size, epsilon=theirs.norm.variance_epsilon, gate_start=0,
                                       scale_init=given(theirs.norm.weight), dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0))
 
     def empty_cache(self, batch):
         """Before the first token: the last inputs of the convolution, and the state of the recurrence."""
         taps, channels = self.conv_kernel.shape
-        state = jnp.zeros((batch, self.groups, HEADS // self.groups, INNER // HEADS, STATE))
+        state = jnp.zeros((batch, self.groups, self.heads // self.groups, self.head_dim, self.states))
         return jnp.zeros((batch, taps - 1, channels), self.dtype), state
 
     def __call__(self, tokens, cache):
@@ -120,20 +106,20 @@ class Mixer(nnx.Module):
         by_group = lambda a: a.reshape(batch, length, self.groups, -1)
         projected = self.in_proj(tokens)  # gate, x, B, C, dt
 
-        inputs = jnp.concatenate([last_inputs, projected[..., INNER:-HEADS]], axis=1)
+        inputs = jnp.concatenate([last_inputs, projected[..., self.inner : -self.heads]], axis=1)
         taps = len(self.conv_kernel[...])
         convolved = sum(inputs[:, i : i + length] * self.conv_kernel[i] for i in range(taps)) + self.conv_bias[...]
-        x, B, C = map(by_group, jnp.split(jax.nn.silu(convolved), [INNER, INNER + self.groups * STATE], axis=-1))
+        x, B, C = map(by_group, jnp.split(jax.nn.silu(convolved), [self.inner, self.inner + self.groups * self.states], axis=-1))
         x = x.reshape(batch, length, *state.shape[1:4])
 
-        dt = jax.nn.softplus(projected[..., -HEADS:] + self.dt_bias[...])
+        dt = jax.nn.softplus(projected[..., -self.heads:] + self.dt_bias[...])
         if length > 1:  # Hugging Face limits the time steps of a prompt, and not those of single tokens
             dt = jnp.clip(dt, *self.dt_limit)
         scan = scan_tokens if length > 1 else scan_one_token
         state, y = scan(state, x, by_group(-jnp.exp(self.A_log[...]) * dt), by_group(dt), B, C)
         y += x * self.D[...].reshape(*x.shape[2:4], 1)
 
-        y = self.norm(y.reshape(batch, length, INNER), projected)
+        y = self.norm(y.reshape(batch, length, self.inner), projected)
         return self.out_proj(y), (inputs[:, -(taps - 1):], state)
 
 
@@ -157,69 +143,36 @@ def mamba2():
 MIXERS = {"zamba2": zamba2, "mamba2": mamba2}
 
 
-def randomise(mixer):
-    """Values of their own for the weights that start as constants: they would not show that one is dropped or misplaced."""
-    ranges = (mixer.norm.weight, 0.5, 1.5), (mixer.D, 0.5, 1.5), (mixer.A_log, 0.0, 2.5), (mixer.dt_bias, -5.0, -1.0)
-    for weight, low, high in ranges:
-        torch.nn.init.uniform_(weight, low, high)
-
-
 @torch.no_grad()
 def compare(mixer, dtype, arguments, progress):
-    """(part, difference, largest difference) for the prompt and for the single tokens after it, in units of TOLERANCE's."""
-    torch.manual_seed(arguments.seed)
     config, theirs = MIXERS[mixer]()
-    randomise(theirs)
-    theirs = theirs.to(getattr(torch, dtype)).eval()
-    ours = Mixer(theirs, dtype=jnp.dtype(dtype), implementation=arguments.implementation)
+    huggingface.randomise(theirs, RANGES)
+    theirs = huggingface.cast(theirs, dtype)
     tokens = torch.randn(BATCH, arguments.prompt + arguments.steps, WIDTH).to(getattr(torch, dtype))
 
-    cache, their_cache = ours.empty_cache(BATCH), transformers.DynamicCache(config=config)
-    got, want = [], []
-    for start, end in itertools.pairwise([0, *range(arguments.prompt, tokens.shape[1] + 1)]):
-        piece = tokens[:, start:end]
-        output, cache = apply(ours, jnp.asarray(piece.float().numpy(), dtype), cache)
-        got.append(np.asarray(output, np.float64))
-        want.append(theirs(piece, their_cache).double().numpy())
+    def load(theirs):
+        return Mixer(theirs, dtype=jnp.dtype(dtype), implementation=arguments.implementation)
+
+    ours, their_cache = load(theirs), transformers.DynamicCache(config=config)
+    cache, got, want = ours.empty_cache(BATCH), [], []
+    for start, end in huggingface.pieces(arguments):
+        output, cache = apply(ours, array(tokens[:, start:end], dtype), cache)
+        got.append(output)
+        want.append(theirs(tokens[:, start:end], their_cache).double().numpy())
         progress.update()
-    for part, g, w in (("prompt", got[0], want[0]), ("steps", np.concatenate(got[1:]), np.concatenate(want[1:]))):
-        size = np.sqrt(np.mean(w**2))
-        yield part, np.sqrt(np.mean((g - w) ** 2)) / size, np.abs(g - w).max() / size
+    yield from huggingface.compare_outputs(got, want, LIMITS[dtype])
+    if huggingface.has_gradients(dtype, arguments):
+        prompt = tokens[:, : arguments.prompt]
+        yield huggingface.compare_gradients(
+            load, theirs, lambda ours: jnp.sum(ours(array(prompt), ours.empty_cache(BATCH))[0] ** 2), lambda theirs: theirs(prompt).square().sum(),
+            LIMITS["gradients"])
+        progress.update()
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=list(MIXERS), metavar="MIXER")
-    parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE), metavar="DTYPE")
-    parser.add_argument("--implementation", default="auto", help="of the norm: auto, jnp, kernel, host, metal, cuda")
-    parser.add_argument("--prompt", type=int, default=200, help="tokens, at least 2")
-    parser.add_argument("--steps", type=int, default=32, help="tokens after the prompt, one at a time")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(arguments)
-    began = time.perf_counter()
-    transformers.logging.set_verbosity_error()  # it warns that it runs its PyTorch code, which is what is wanted here
-    torch.set_num_threads(1)  # for work this small, threads wait for each other longer than they work
-
+    arguments = huggingface.parser(__doc__, MIXERS, prompt=200, steps=32).parse_args(arguments)
     y, scale = jax.ShapeDtypeStruct((BATCH, 1, INNER), jnp.bfloat16), jax.ShapeDtypeStruct((INNER,), jnp.float32)
-    chosen = jax_fusednorm.explain(jax_fusednorm.gated_group_rms_norm, y, y, scale, gate_start=0,
-                                   implementation=arguments.implementation)
-    print(f"the norm under {arguments.implementation!r} on {jax.default_backend()}: {chosen.get(jax.default_backend(), 'jnp')}")
-
-    rows = []
-    calls = len(arguments.mixers) * len(arguments.dtypes) * (1 + arguments.steps)
-    exact_products = jax.default_matmul_precision("highest")  # else a GPU multiplies float32 in fewer digits
-    with exact_products, tqdm(total=calls, desc="ours and theirs", unit="call", mininterval=1) as progress:
-        for mixer, dtype in itertools.product(arguments.mixers, arguments.dtypes):
-            rows += [(mixer, dtype, *row) for row in compare(mixer, dtype, arguments, progress)]
-
-    print(f"\n{'':<26}{'difference':<20}largest difference")
-    passed = []
-    for mixer, dtype, part, *found in rows:
-        passed.append(all(a <= b for a, b in zip(found, TOLERANCE[dtype])))  # NaN fails too
-        figures = "".join(f"{f'{a:.1e} <= {b:.0e}':<20}" for a, b in zip(found, TOLERANCE[dtype]))
-        print(f"{mixer:<8}{dtype:<10}{part:<8}{figures}{'PASS' if passed[-1] else 'FAIL'}")
-    print(f"{time.perf_counter() - began:.0f} s in all")
-    return 0 if all(passed) else 1
+    return huggingface.run(compare, arguments, jax_fusednorm.gated_group_rms_norm, y, y, scale, gate_start=0)
 
 
 if __name__ == "__main__":
