@@ -165,7 +165,7 @@ def run_case(op, case, backward, implementation):
     draw = jax.jit(lambda key: [jax.random.normal(k, shape, case.dtype) for k, shape in zip(jax.random.split(key, len(shapes)), shapes)])
     scale = 1 + 0.1 * jax.random.normal(jax.random.key(1), case.shape[-1:], case.dtype)
     drawn = [[[a] if i == of.in_place else a for i, a in enumerate(draw(key))] for key in keys]
-    sets = [(*arrays[:of.activations], scale, *arrays[of.activations:]) for arrays in drawn]
+    sets = [(*arrays[:of.activations], scale, *of.tables(case), *arrays[of.activations:]) for arrays in drawn]
     contestants = {name: (f, jax.block_until_ready, sets) for name, f in jax_contestants(op, case, backward, implementation)}
     copied = [(jax.random.normal(key, moved // 2 // 4),) for key in keys]
     contestants["copy"] = (jax.jit(lambda a: a.copy()), jax.block_until_ready, copied)

@@ -45,6 +45,7 @@ class Op:
     torch: Callable    # (torch, case) -> {name: form}
     mlx: Callable = lambda mx, case: {}
     shapes: Callable = lambda case: ()  # of the activations, where they are not all the case's
+    tables: Callable = lambda case: ()  # what a GPU's forms take after the scale: made in the program, it would be kernels of its own
     in_place: int | None = None         # the activation that is given away, and comes back as the result of this index
     all_gradients: bool = True  # False: the residual's equals x's, and as one more output it would only add a copy, which torch does not make
 
@@ -118,16 +119,19 @@ def _torch_gated(torch, case):
 # ---- heads ----
 
 def _ours_heads(case, implementation):
-    return lambda x, scale: [jax_fusednorm.head_rms_norm_rope(x, scale, jnp.arange(case.shape[0]), theta=THETA, epsilon=EPSILON,
-                                                              implementation=implementation)]
+    def form(x, scale, positions=None):
+        positions = jnp.arange(case.shape[0]) if positions is None else positions
+        return [jax_fusednorm.head_rms_norm_rope(x, scale, positions, theta=THETA, epsilon=EPSILON, implementation=implementation)]
+    return form
 
 
 def _plain_heads(case):
     half = case.width // 2
 
-    def form(x, scale):
+    def form(x, scale, positions=None):
         y = _norm(x.astype(jnp.float32), scale)
-        angle = jnp.arange(case.shape[0], dtype=jnp.float32)[:, None, None] * THETA ** -(jnp.arange(half, dtype=jnp.float32) / half)
+        positions = jnp.arange(case.shape[0]) if positions is None else positions
+        angle = positions.astype(jnp.float32)[:, None, None] * THETA ** -(jnp.arange(half, dtype=jnp.float32) / half)
         a, b, cos, sin = y[..., :half], y[..., half:], jnp.cos(angle), jnp.sin(angle)
         return [jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(case.dtype)]
     return form
@@ -176,8 +180,8 @@ def _ragged(case, xp=jnp):
 
 
 def _ours_paged(case, implementation):
-    def form(q, pages, k, scale):
-        page_table, lengths, offsets, table = _ragged(case)
+    def form(q, pages, k, scale, *tables):
+        page_table, lengths, offsets, table = tables or _ragged(case)
         q, cache = jax_fusednorm.qk_rms_norm_rope_paged(q, jax_fusednorm.PagedKVCache(pages, page_table, lengths), scale, scale, table, offsets,
                                                         layer=0, k=k, epsilon=EPSILON, implementation=implementation)
         return [q, cache.pages]
@@ -185,8 +189,8 @@ def _ours_paged(case, implementation):
 
 
 def _plain_paged(case):
-    def form(q, pages, k, scale):
-        page_table, lengths, offsets, table = _ragged(case)
+    def form(q, pages, k, scale, *tables):
+        page_table, lengths, offsets, table = tables or _ragged(case)
         token = jnp.arange(case.shape[0])
         sequence = jnp.searchsorted(offsets, token, side="right") - 1
         position = lengths[sequence] + token - offsets[sequence]
@@ -225,8 +229,9 @@ OPS = {
     "rms_norm": Op(1, 1, (2, 5), _ours("rms_norm"), _plain_norm, _torch_norm, _mlx_norm),
     "gated_group_rms_norm": Op(2, 1, (3, 8), _ours("gated_group_rms_norm", group_size=lambda case: case.width // GROUPS), _plain_gated,
                                _torch_gated),
-    "head_rms_norm_rope": Op(1, 1, (2, 5), _ours_heads, _plain_heads, _torch_heads, _mlx_heads),
-    "qk_rms_norm_rope_paged": Op(3, 2, (2.5,), _ours_paged, _plain_paged, _torch_paged, shapes=_paged_shapes, in_place=1),
+    "head_rms_norm_rope": Op(1, 1, (2, 5), _ours_heads, _plain_heads, _torch_heads, _mlx_heads,
+                             tables=lambda case: (jnp.arange(case.shape[0]),)),
+    "qk_rms_norm_rope_paged": Op(3, 2, (2.5,), _ours_paged, _plain_paged, _torch_paged, shapes=_paged_shapes, in_place=1, tables=_ragged),
 }
 
 

@@ -52,6 +52,18 @@ def heads(width, dtype):
             yield jax_fusednorm.qk_rms_norm_rope(x, k, scale, scale, positions, round_before_rope=True, **options)
 
 
+def paged(width, dtype):
+    """The paged op in its three forms, of sequences with and without a page, a slot and a position; 3 and 2 heads fill no simdgroup."""
+    pages = plain.draw(7, (4, 2, 2, 3, 2, width), dtype)
+    cache = jax_fusednorm.PagedKVCache(pages, jnp.asarray([[2, 0], [9, 1], [-1, 3]]), jnp.asarray([1, 4, 2]))
+    q, k, v = plain.draw(8, (7, 3, width), dtype), plain.draw(9, (7, 2, width), dtype), plain.draw(10, (7, 2, width), dtype)
+    table, scale = plain.draw(3, (6, width // 4 * 2), "float32"), plain.draw_scale(4, width, dtype)
+    for style, placement in (("neox", "prefix"), ("neox", "suffix"), ("interleaved", "prefix")):
+        for more in ({}, dict(k=k), dict(k=k, v=v)):
+            yield jax_fusednorm.qk_rms_norm_rope_paged(q, cache, scale, scale, table, jnp.asarray([0, 2, 5, 6]), layer=1, style=style,
+                                                       placement=placement, implementation="cuda", **more)
+
+
 def projections(rows, width, dtype):
     """The same of matmul_partial_rms_norm: sums of this width, and this many outputs."""
     for transpose_b, of_x, normed in ((True, width, 24), (False, 40, max(width - 8, 1))):
@@ -73,7 +85,7 @@ def main():
         jax.block_until_ready(everything([(args, tangents) for _, args, tangents in calls]))
     for dtype in sys.argv[1:] or ("bfloat16", "float16", "float32"):
         for width in (2, 30, 64, 80, 96, 128, 160, 256, 512, 576):
-            jax.block_until_ready(jax.jit(lambda: list(heads(width, dtype)))())
+            jax.block_until_ready(jax.jit(lambda: [*heads(width, dtype), *paged(width, dtype)])())
     print("every kernel ran")
 
 

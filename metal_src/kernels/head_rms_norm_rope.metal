@@ -96,7 +96,7 @@ kernel void head_rms_norm_rope(
   UNROLL for (int i = 0; i < AHEAD; ++i) {
     if (walk + i * p.parts >= walks) continue;
     const Found at = find_head(p, walk + i * p.parts, share);
-    if (at.some) ask_for(ahead[i], (at.of_k ? k : x) + at.channel, share, all);
+    ask_for(ahead[i], (at.of_k ? k : x) + at.channel, share, all);
   }
   Kept<V, N> kept = keep<V, N>(scratch, 0, p.width), gains = keep<V, N>(scratch, 1, p.width);
   const Rope rope = rope_of(p, angles, positions[token]);
@@ -123,28 +123,27 @@ kernel void head_rms_norm_rope(
     UNROLL for (int i = 0; i < AHEAD; ++i) {
       if (walk >= walks) break;
       const Found at = find_head(p, walk, share);
-      const int packs = R > 0 || at.some ? all : 0;
       head.x = (at.of_k ? k : x) + at.channel;
       head.scale = at.of_k ? k_scale : x_scale;
       if (R > 0 && gains_of != int(at.of_k)) load_gains(gains, head, share, 0, all);
       gains_of = at.of_k;
-      const float squares = sum_of_squares(ahead[i], share, packs, kept);
+      const float squares = sum_of_squares(ahead[i], share, all, kept);
       if (walk + AHEAD * p.parts < walks) {
         const Found later = find_head(p, walk + AHEAD * p.parts, share);
-        if (later.some) ask_for(ahead[i], (later.of_k ? k : x) + later.channel, share, all);
+        ask_for(ahead[i], (later.of_k ? k : x) + later.channel, share, all);
       }
       head.r = inverse_rms(squares, share, p.width, p.epsilon);
       walk += p.parts;
 #ifdef KEPT_IN_SCRATCH
       // straight from memory to memory, where no one else wants the values
       if (at.of_k || p.copies == 0) {
-        turn_into((at.of_k ? k_out : x_out) + at.channel, head, gains, rotations, rope, packs);
+        turn_into((at.of_k ? k_out : x_out) + at.channel, head, gains, rotations, rope, all);
         continue;
       }
 #endif
-      for (int base = 0; base < packs; base += N) {
-        turn_head<R>(kept, head, gains, rotations, rope, share, base, packs);
-        if (at.some) store_everywhere(p, results, k_out, token, at, kept, share, base, packs - base);
+      for (int base = 0; base < all; base += N) {
+        turn_head<R>(kept, head, gains, rotations, rope, share, base, all);
+        if (at.some) store_everywhere(p, results, k_out, token, at, kept, share, base, all - base);
       }
     }
   }

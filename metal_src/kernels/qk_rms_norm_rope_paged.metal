@@ -70,7 +70,7 @@ inline Found<T> find_head(Heads<T> heads, uint walk, constant PagedHeadsParams& 
   const uint head = walk * p.heads.at_once + uint(share.head);
   Found<T> found;
   found.some = head < heads.count;
-  const long channel = found.some ? long(head) * p.heads.width : 0;
+  const long channel = long(found.some ? head : heads.count - 1) * p.heads.width;
   found.x = heads.x + channel;
   found.out = heads.out + channel;
   return found;
@@ -110,8 +110,7 @@ kernel void qk_rms_norm_rope_paged(
   const int AHEAD = HeadsAhead<T, PAIRS, V, R>::count;
   Ahead<T, V, R> ahead[AHEAD];
   UNROLL for (int i = 0; i < AHEAD; ++i) {
-    const Found<T> at = find_head(qs, walk + i * parts, p, share);
-    if (walk + i * parts < q_walks && at.some) ask_for(ahead[i], at.x, share, all);
+    if (walk + i * parts < q_walks) ask_for(ahead[i], find_head(qs, walk + i * parts, p, share).x, share, all);
   }
   const Place place = place_of(p, page_table, lengths, offsets, layer[0], int(token), lane);
   const Rope rope = rope_of(p.heads, angles, place.position);
@@ -131,8 +130,7 @@ kernel void qk_rms_norm_rope_paged(
                                p.heads.k_heads);
   UNROLL for (int i = 0; i < AHEAD; ++i) {
     const uint later = walk + i * parts;
-    const Found<T> at = find_head(ks, later - q_walks, p, share);
-    if (later >= q_walks && later < walks && at.some) ask_for(ahead[i], at.x, share, all);
+    if (later >= q_walks && later < walks) ask_for(ahead[i], find_head(ks, later - q_walks, p, share).x, share, all);
   }
   uint copied = walk;  // v's walks come after the others, and are taken first: they need nothing but a place
   while (copied < walks) copied += parts;
@@ -155,19 +153,18 @@ kernel void qk_rms_norm_rope_paged(
       if (walk >= walks) break;
       const bool of_k = walk >= q_walks;
       const Found<T> at = of_k ? find_head(ks, walk - q_walks, p, share) : find_head(qs, walk, p, share);
-      const int packs = R > 0 || at.some ? all : 0;
       head.x = at.x;
       head.scale = of_k ? k_scale : q_scale;
       if (R > 0 && gains_of != int(of_k)) load_gains(gains, head, share, 0, all);
       gains_of = of_k;
-      const float squares = sum_of_squares(ahead[i], share, packs, kept);
+      const float squares = sum_of_squares(ahead[i], share, all, kept);
       const uint later = walk + AHEAD * parts;
       if (later < walks) {
         const Found<T> to = later >= q_walks ? find_head(ks, later - q_walks, p, share) : find_head(qs, later, p, share);
-        if (to.some) ask_for(ahead[i], to.x, share, all);
+        ask_for(ahead[i], to.x, share, all);
       }
       head.r = inverse_rms(squares, share, width, p.heads.epsilon);
-      turn_and_store<R>(at.out, kept, head, gains, rotations, rope, share, packs, at.some ? int(width) : 0, of_k && in_place);
+      turn_and_store<R>(at.out, kept, head, gains, rotations, rope, share, all, at.some ? int(width) : 0, of_k && in_place);
       walk += parts;
     }
   }

@@ -70,15 +70,15 @@ struct Rope {
   inline int pair_of(apart, int channel) const { return pair_of(channel); }
   inline bool turns_pair(int pair) const { return uint(pair) < uint(pairs); }
 
-  inline Rotation rotation_of(int pair) const {
-    if (!table) {
-      const Pack<uint, 2> step = reinterpret_cast<device const Pack<uint, 2>*>(angles)[pair];
-      return rotation(turns(position, step.v[0], step.v[1]));
-    }
-    const Floats<2> f = load_pack<2>(reinterpret_cast<device const float*>(angles) + long(position) * pairs * 2, pair);
+  // What is said of a pair: how far it turns at each position, or its cosine and sine at this one.
+  inline Pack<uint, 2> entry_of(int pair) const {
+    return reinterpret_cast<device const Pack<uint, 2>*>(angles)[table ? long(position) * pairs + pair : long(pair)];
+  }
+  inline Rotation rotation_of(Pack<uint, 2> entry) const {
+    if (!table) return rotation(turns(position, entry.v[0], entry.v[1]));
     Rotation r;
-    r.cosine = f.v[0];
-    r.sine = f.v[1];
+    r.cosine = as_type<float>(entry.v[0]);
+    r.sine = as_type<float>(entry.v[1]);
     return r;
   }
 };
