@@ -32,6 +32,14 @@ static __device__ inline To as_type(From from) {
   return to;
 }
 
+// One instruction, where a conversion there and back takes a slow one and a shift: the upper half of a pair of which the lower is 0.
+#define ROUNDS_BFLOAT
+static __device__ inline float rounded_to_bfloat(float x) {
+  uint pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(0.0f));
+  return as_type<float>(pair);
+}
+
 // Only what CUDA lacks: its own fma, rint, rsqrt, min and max are global overloads, and a second set would be ambiguous.
 namespace metal {
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };

@@ -81,3 +81,9 @@ template <typename T>
 inline float rounded(float x) {
   return float(T(x));
 }
+#ifdef ROUNDS_BFLOAT
+template <>
+inline float rounded<bfloat>(float x) {
+  return rounded_to_bfloat(x);
+}
+#endif

@@ -119,7 +119,7 @@ inline float sum_of_squares(thread Ahead<T, V, R>& ahead, Share, int, thread Kep
 template <typename PAIRS, int V, int R>
 inline void load_rotations(thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share, int, int) {
   FOR_MINE(pair, R, rope.pairs) {
-    const Rotation r = rope.rotation_of(rope.entry_of(pair));
+    const Rotation r = rope.rotation_of(pair);
     rotations.cosine.v[pair] = r.cosine;
     rotations.sine.v[pair] = r.sine;
   }
@@ -213,25 +213,18 @@ inline float sum_of_squares(thread Ahead<T, V, R>& ahead, Share share, int packs
 }
 
 // Heads side by side in a simdgroup turn by the same angles: each head's threads work out their part of them, and all exchange theirs.
-// All that a thread needs for its part it asks for at once.
 template <typename PAIRS, int V, int R>
 inline void load_rotations(thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share share, int base, int packs) {
   const int each = V / PAIRS::elements, count = R / PAIRS::packs * each;
-  Pack<uint, 2> entries[count];
-  bool turn[count];
-  UNROLL for (int i = 0; i < count; ++i) {
-    const int own = i + share.head, c = own / each;  // if i is the first of as many as there are heads
-    const int pair = rope.pair_of(PAIRS(), share.at(base + c) * V + own % each * PAIRS::elements);
-    turn[i] = own < count && c < packs && rope.turns_pair(pair);
-    if ((i & (share.heads - 1)) == 0 && rope.pairs > 0) entries[i] = rope.entry_of(turn[i] ? pair : 0);
-  }
   Rotation mine;
   UNROLL for (int i = 0; i < count; ++i) {
     const int head = i & (share.heads - 1);  // whose thread works out rotation number i
     if (head == 0) {
+      const int own = i + share.head, c = own / each;
+      const int pair = rope.pair_of(PAIRS(), share.at(base + c) * V + own % each * PAIRS::elements);
       mine.cosine = 1;
       mine.sine = 0;
-      if (turn[i]) mine = rope.rotation_of(entries[i]);
+      if (own < count && c < packs && rope.turns_pair(pair)) mine = rope.rotation_of(pair);
     }
     const ushort from = ushort(head * share.lanes + share.rank);
     rotations.cosine.v[i] = share.heads == 1 ? mine.cosine : simd_shuffle(mine.cosine, from);
@@ -319,7 +312,7 @@ inline void turn_in_place(device U* out, HEAD head, Rope rope, Share share, int 
   for (int pair = share.rank; pair < (width > 0 ? rope.pairs : 0); pair += share.lanes) {
     const int a = rope.first + pair * (rope.interleaved ? 2 : 1), b = a + rope.distance;
     const Floats<1> y_a = normed(head, load_pack<1>(head.x, a), load_gain<1>(head, a)), y_b = normed(head, load_pack<1>(head.x, b), load_gain<1>(head, b));
-    const Rotation r = rope.rotation_of(rope.entry_of(pair));
+    const Rotation r = rope.rotation_of(pair);
     const Floats<2> f = turned(y_a.v[0], y_b.v[0], r.cosine, r.sine);
     out[a] = U(f.v[0]);
     out[b] = U(f.v[1]);

@@ -132,9 +132,8 @@ kernel void qk_rms_norm_rope_paged(
     const uint later = walk + i * parts;
     if (later >= q_walks && later < walks) ask_for(ahead[i], find_head(ks, later - q_walks, p, share).x, share, all);
   }
-  uint copied = walk;  // v's walks come after the others, and are taken first: they need nothing but a place
-  while (copied < walks) copied += parts;
-  for (; copied < walks + v_walks; copied += parts) {
+  for (uint copied = walk; v_walks > 0 && copied < walks + v_walks; copied += parts) {  // last in order, first in time: they need only a slot
+    if (copied < walks) continue;
     const Found<T> at = find_head(vs, copied - walks, p, share);
     if (at.some) copy_head<V, N>(at.out, at.x, share, all);
   }

@@ -70,11 +70,9 @@ struct Rope {
   inline int pair_of(apart, int channel) const { return pair_of(channel); }
   inline bool turns_pair(int pair) const { return uint(pair) < uint(pairs); }
 
-  // What is said of a pair: how far it turns at each position, or its cosine and sine at this one.
-  inline Pack<uint, 2> entry_of(int pair) const {
-    return reinterpret_cast<device const Pack<uint, 2>*>(angles)[table ? long(position) * pairs + pair : long(pair)];
-  }
-  inline Rotation rotation_of(Pack<uint, 2> entry) const {
+  // A pair's entry says how far it turns at each position, or its cosine and sine at this one.
+  inline Rotation rotation_of(int pair) const {
+    const Pack<uint, 2> entry = reinterpret_cast<device const Pack<uint, 2>*>(angles)[table ? long(position) * pairs + pair : long(pair)];
     if (!table) return rotation(turns(position, entry.v[0], entry.v[1]));
     Rotation r;
     r.cosine = as_type<float>(entry.v[0]);
