@@ -52,7 +52,10 @@ inline void store_pack(device T* row, int i, Floats<V> f) {
 // Bit for bit.
 template <int V, typename T>
 inline void copy_pack(device T* to, device const T* from, int i) {
-  reinterpret_cast<device Pack<T, V>*>(to)[i] = reinterpret_cast<device const Pack<T, V>*>(from)[i];
+  const Pack<T, V> p = reinterpret_cast<device const Pack<T, V>*>(from)[i];
+  Pack<T, V> copy;
+  UNROLL for (int k = 0; k < V; ++k) copy.v[k] = p.v[k];  // one by one: a loop over copies of the whole would not be vectorized
+  reinterpret_cast<device Pack<T, V>*>(to)[i] = copy;
 }
 
 // Element k of a row of T, from the 4-byte word that holds it.
