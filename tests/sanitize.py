@@ -52,6 +52,19 @@ def heads(width, dtype):
             yield jax_fusednorm.qk_rms_norm_rope(x, k, scale, scale, positions, round_before_rope=True, **options)
 
 
+def paged(width, dtype):
+    """qk_rms_norm_rope_paged in every form, with a token of no sequence, pages and positions that are none."""
+    q, k, v = (plain.draw(i, (9, heads, width), dtype) for i, heads in enumerate((3, 1, 1)))
+    packed = jnp.concatenate([a.reshape(9, -1) for a in (q, k, v)], axis=1)
+    cache = jax_fusednorm.PagedKVCache(plain.draw(4, (5, 2, 2, 3, 1, width), dtype), jnp.asarray([[4, 0, 9], [-1, 2, 1]]), jnp.asarray([2, 3]))
+    scale, table = plain.draw_scale(5, width, dtype), plain.draw(6, (7, width // 4 * 2), "float32")
+    columns = dict(num_heads=3, k_start=3 * width, v_start=4 * width)
+    for style, placement in (("neox", "prefix"), ("interleaved", "suffix")):
+        for tokens, form in ((q, {}), (q, dict(k=k)), (q, dict(k=k, v=v)), (packed, columns)):
+            yield jax_fusednorm.qk_rms_norm_rope_paged(tokens, cache, scale, scale, table, jnp.asarray([0, 6, 8]), layer=1, style=style,
+                                                       placement=placement, implementation="cuda", **form)
+
+
 def projections(rows, width, dtype):
     """The same of matmul_partial_rms_norm: sums of this width, and this many outputs."""
     for transpose_b, of_x, normed in ((True, width, 24), (False, 40, max(width - 8, 1))):
@@ -73,7 +86,7 @@ def main():
         jax.block_until_ready(everything([(args, tangents) for _, args, tangents in calls]))
     for dtype in sys.argv[1:] or ("bfloat16", "float16", "float32"):
         for width in (2, 30, 64, 80, 96, 128, 160, 256, 512, 576):
-            jax.block_until_ready(jax.jit(lambda: list(heads(width, dtype)))())
+            jax.block_until_ready(jax.jit(lambda: [*heads(width, dtype), *paged(width, dtype)])())
     print("every kernel ran")
 
 
