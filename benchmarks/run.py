@@ -1,8 +1,8 @@
 """Time our ops against plain JAX, torch and MLX, side by side in one process.
 
     python benchmarks/run.py [--op add_rms_norm|rms_norm|gated_group_rms_norm|head_rms_norm_rope|qk_rms_norm_rope_paged|all] [--cases decode,prefill]
-                             [--dtypes bfloat16,float32,float16] [--backward] [--platform cpu|cuda] [--implementation auto|kernel|host|...] [--torch-compile] [--quick]
-                             [--json FILE] [--check]
+                             [--dtypes bfloat16,float32,float16] [--backward] [--platform cpu|cuda]
+                             [--implementation auto|kernel|host|...] [--torch-compile] [--quick] [--json FILE] [--check]
 
 Shapes are those of tests/cases.py, each in every dtype asked for, the scale in that dtype too. In every round each
 contestant runs once, in rotated order after a short pause, so drift of the machine meets all alike; a figure is the median
@@ -62,8 +62,8 @@ CASES = {"gated_group_rms_norm": {"decode": cases.GATED_DECODE, "prefill": cases
          "head_rms_norm_rope": {"decode": cases.HEADS_DECODE, "prefill": cases.HEADS_PREFILL},
          "qk_rms_norm_rope_paged": {"decode": cases.PAGED_DECODE, "prefill": cases.PAGED_PREFILL}}
 NORMS = {"decode": cases.DECODE, "prefill": cases.PREFILL}
-QUICK = ((1, 1024), (1, 8192), (16, 1024), (16, 8192), (2048, 4096), (1, 7680), (16, 7680), (2048, 7680), (1, 32, 128), (16, 32, 128), (2048, 32, 128),
-         (8, 32, 128))
+QUICK = ((1, 1024), (1, 8192), (16, 1024), (16, 8192), (2048, 4096), (1, 7680), (16, 7680), (2048, 7680),
+         *((tokens, 32, 128) for tokens in (1, 8, 16, 2048)))
 # Large prefill cases: at least so many times faster than the baseline, by (op, backward) and dtype; and at least this share of the triad.
 FASTER = {("add_rms_norm", False): {"bfloat16": 6, "float32": 4}, ("add_rms_norm", True): {"bfloat16": 4, "float32": 3},
           ("gated_group_rms_norm", False): {"bfloat16": 8}, ("gated_group_rms_norm", True): {"bfloat16": 4},

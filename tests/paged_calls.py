@@ -26,6 +26,9 @@ EPSILON, OFFSET, STORAGE_SCALE = 1e-6, 0.5, 2
 CASTS = ((True, True), (True, False), (False, True))  # multiply before the cast, round before the rotation
 
 
+PAGES_IN_PARAMS = 4 * (19 + 10)  # where the number of pages stands
+
+
 @dataclasses.dataclass
 class Call:
     arrays: list      # by buffer. One that is absent is another, bound again
@@ -138,10 +141,14 @@ class Guarded:
             assert self.libc.mprotect(ctypes.c_void_p(guard), mmap.PAGESIZE, 0) == 0
 
 
-class Plain:
+class InPlace:
     def __init__(self, array, _):
-        self.values = array.copy()
-        self.address = self.values.ctypes.data
+        self.values, self.address = array, array.ctypes.data
+
+
+class Plain(InPlace):
+    def __init__(self, array, _):
+        super().__init__(array.copy(), _)
 
 
 def run_on_host(library, level, made, place, at_end=True):

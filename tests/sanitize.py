@@ -53,15 +53,16 @@ def heads(width, dtype):
 
 
 def paged(width, dtype):
-    """The paged op in its three forms, of sequences with and without a page, a slot and a position; 3 and 2 heads fill no simdgroup."""
-    pages = plain.draw(7, (4, 2, 2, 3, 2, width), dtype)
-    cache = jax_fusednorm.PagedKVCache(pages, jnp.asarray([[2, 0], [9, 1], [-1, 3]]), jnp.asarray([1, 4, 2]))
-    q, k, v = plain.draw(8, (7, 3, width), dtype), plain.draw(9, (7, 2, width), dtype), plain.draw(10, (7, 2, width), dtype)
-    table, scale = plain.draw(3, (6, width // 4 * 2), "float32"), plain.draw_scale(4, width, dtype)
-    for style, placement in (("neox", "prefix"), ("neox", "suffix"), ("interleaved", "prefix")):
-        for more in ({}, dict(k=k), dict(k=k, v=v)):
-            yield jax_fusednorm.qk_rms_norm_rope_paged(q, cache, scale, scale, table, jnp.asarray([0, 2, 5, 6]), layer=1, style=style,
-                                                       placement=placement, implementation="cuda", **more)
+    """qk_rms_norm_rope_paged in every form, with a token of no sequence, pages and positions that are none."""
+    q, k, v = (plain.draw(i, (9, heads, width), dtype) for i, heads in enumerate((3, 1, 1)))
+    packed = jnp.concatenate([a.reshape(9, -1) for a in (q, k, v)], axis=1)
+    cache = jax_fusednorm.PagedKVCache(plain.draw(4, (5, 2, 2, 3, 1, width), dtype), jnp.asarray([[4, 0, 9], [-1, 2, 1]]), jnp.asarray([2, 3]))
+    scale, table = plain.draw_scale(5, width, dtype), plain.draw(6, (7, width // 4 * 2), "float32")
+    columns = dict(num_heads=3, k_start=3 * width, v_start=4 * width)
+    for style, placement in (("neox", "prefix"), ("interleaved", "suffix")):
+        for tokens, form in ((q, {}), (q, dict(k=k)), (q, dict(k=k, v=v)), (packed, columns)):
+            yield jax_fusednorm.qk_rms_norm_rope_paged(tokens, cache, scale, scale, table, jnp.asarray([0, 6, 8]), layer=1, style=style,
+                                                       placement=placement, implementation="cuda", **form)
 
 
 def projections(rows, width, dtype):

@@ -102,8 +102,8 @@ ACCEPTED = {
     "a constant table": "constant float table[] = {1.0f, 2.0f}; inline float f(int i) { return table[i]; }",
     "storage types, converted": "inline half f(bfloat a, half b) { return half(max(float(a), float(b)) * 2.0f); }",
     "64-bit integers": "inline uint f(uint a, uint b) { return uint(ulong(a) * b >> 32) + mulhi(a, b) + as_type<uint>(1.0f); }",
-    "a barrier": "inline void f() { threadgroup_barrier(mem_flags::mem_threadgroup); }",
-    "simd functions": "inline float f(float x) { return simd_sum(x) + simd_shuffle_xor(x, 1); }",
+    "barriers": "inline void f() { threadgroup_barrier(mem_flags::mem_threadgroup); simdgroup_barrier(mem_flags::mem_device); }",
+    "simd functions": "inline float f(float x, int i) { return simd_sum(x) + simd_shuffle_xor(x, 1) + float(simd_min(i)); }",
 }
 
 

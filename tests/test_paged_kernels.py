@@ -1,7 +1,9 @@
 """The kernel of qk_rms_norm_rope_paged: at every level of the host between guarded pages and under AddressSanitizer, and lane by lane as a
 GPU would run it, on data that may mean harm."""
 
+import dataclasses
 import functools
+import mmap
 import os
 import pathlib
 import struct
@@ -22,6 +24,7 @@ from test_qk_rms_norm_rope_paged import make
 TESTS = pathlib.Path(__file__).parent
 SOURCES = TESTS.parent / "metal_src"
 NAME = "qk_rms_norm_rope_paged"
+NORESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE, which Python does not know by name
 
 
 def enough(printed, calls):
@@ -52,6 +55,28 @@ def test_no_level_of_the_host_touches_what_is_not_its_own(host_library, level):
         pytest.skip(done.stderr)
     assert done.returncode == 0 and enough(done.stdout, 60), done.stderr
     assert one_token_short(host_library._name, "Guarded").returncode < 0
+
+
+def test_offsets_have_64_bits(host_library):
+    """Pages of a cache of more than 2^32 elements, of which hardly any is real memory, are those of a small one."""
+    slots = 0
+    for made in paged_calls.host_calls(range(0, 60, 3)):
+        small, table = made.arrays[11], made.arrays[3]
+        page, elements = small[0].size, (1 << 32) + (1 << 20)
+        count = elements // page
+        places = np.array([0, (1 << 31) // page - 1, (1 << 31) // page, (1 << 31) // page + 1, (1 << 32) // page - 1, (1 << 32) // page, count - 1])
+        memory = mmap.mmap(-1, elements * small.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+        large = np.frombuffer(memory, small.dtype, count * page).reshape(count, *small.shape[1:])
+        large[places] = small
+        valid = (table >= 0) & (table < len(small))
+        arrays = list(made.arrays)
+        arrays[3] = np.where(valid, places[np.where(valid, table, 0)], np.where(table == len(small), count, table)).astype(np.int32)
+        arrays[11] = large
+        params = bytearray(made.params)
+        struct.pack_into("I", params, paged_calls.PAGES_IN_PARAMS, count)
+        after = paged_calls.run_on_host(host_library, "v2", dataclasses.replace(made, arrays=arrays, params=bytes(params)), paged_calls.InPlace)
+        slots += made.check([*after[:11], after[11][places]])[0]
+    assert slots > 40, "these calls have lost their teeth"
 
 
 def test_address_sanitizer_has_nothing_to_say(tmp_path):

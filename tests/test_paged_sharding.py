@@ -107,6 +107,18 @@ def test_a_packed_projection_is_sliced_for_the_devices(one_kernel, axis_type):
         assert_trees_close(run(executable, args), want, rtol=1e-5, atol=1e-5)
 
 
+def test_shard_map_over_the_heads_of_queries_alone(one_kernel):
+    """Every device writes the whole cache, and shard_map sees that they all write the same."""
+    mesh = jax.make_mesh((4,), ("h",), axis_types=(AxisType.Auto,))
+    f = jax.shard_map(fresh(arrays), mesh=mesh, in_specs=(P(None, "h"), P(), P(), P()), out_specs=(P(None, "h"), P()))
+    want = want_of(arrays, Q, CACHE, K, V)
+    arrays.implementation = one_kernel
+    args = placed(mesh, P(None, "h"), P(), P())
+    executable, kernels, collectives, text = compiled(f, args)
+    assert (kernels, collectives) == (1, 0) and not copies_of(CACHE.pages, text)
+    assert_trees_close(run(executable, args), want, rtol=1e-5, atol=1e-5)
+
+
 def test_shard_map_over_heads(one_kernel):
     """Tensor parallel: a device has its own heads, of the projection too, and a part of every page."""
     def local(packed, cache):

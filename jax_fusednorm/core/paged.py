@@ -67,8 +67,9 @@ def places(tokens, offsets, lengths, page_table, layer, pages, max_positions):
     # one sequence and one entry more, which are none: no index below is out of bounds, and neither table is empty
     lengths, page_table = jnp.pad(lengths, (0, 1)), jnp.pad(page_table, (0, 1), constant_values=-1)
     position = lengths[sequence] + (token - bounds[sequence])  # negative where it overflows
-    position = jnp.where(inside & (position >= 0) & (position < max_positions), position, -1)
+    known = inside & (position >= 0) & (position < max_positions)
+    position = jnp.where(known, position, -1)
     page = page_table[sequence, jnp.minimum(position // page_size, entries)]
-    stored = (position >= 0) & (page >= 0) & (page < num_pages) & (layer >= 0) & (layer < layers)
+    stored = known & (page >= 0) & (page < num_pages) & (layer >= 0) & (layer < layers)
     # to jnp an index of -1 is the last page
     return Places(position, jnp.where(stored, page, num_pages), layer, position % page_size)

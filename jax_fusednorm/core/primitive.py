@@ -97,7 +97,9 @@ class _RowPrimitive:
 
     def bind(self, *operands, **params):
         p = self.with_kernels if lowering.may_use_kernels(params["spec"].implementation) else self.plain
-        return p.bind(*same_varying(*operands), **params)
+        if any(map(is_row, self.axes(params)[0])):  # without rows no gradient is a sum over them, and a result may vary less than another
+            operands = same_varying(*operands)
+        return p.bind(*operands, **params)
 
     def _abstract(self, *avals, **params):
         # The reference's own: shapes, dtypes, shardings and varying axes agree by construction.

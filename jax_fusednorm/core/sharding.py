@@ -139,8 +139,7 @@ def _in_shard_map(primitive, ctx, params, mesh, explicit):
     def local(*operands):
         return _summed_over_rows(primitive.bind(*operands, **params), operand_axes, result_axes, on)
 
-    # unchecked: that a result is the same on devices whose operands differ is what its axes say, and nobody else can know
-    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit, check_vma=False), ctx)
+    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit), ctx)
 
 
 def _in_custom_partitioning(primitive, ctx, params):

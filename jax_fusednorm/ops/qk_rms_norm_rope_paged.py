@@ -49,8 +49,9 @@ def qk_rms_norm_rope_paged(q, cache, q_scale, k_scale, freqs_cis, input_row_offs
       implementation: as in `rms_norm`.
 
     Returns:
-      (q_out [T, Hq, D] in q's dtype, the cache with new pages). Donate the cache to have them written in place, without a copy. Lengths
-      are as they were: the caller advances them once a step.
+      (q_out [T, Hq, D] in q's dtype, the cache with new pages). Donate the cache to have them written in place, without a copy (but for
+      the jnp form in bfloat16 on jaxlib 0.10's CPU, which converts the pages to float32 and back). Lengths are as they were: the caller
+      advances them once a step.
 
     No data can do harm. Offsets count as their running maximum, clipped to [0, T]. A token outside every sequence, or with a position
     that is negative or not below max_positions, has zeros in q_out, and stores nothing. One whose position is beyond the page table, or
