@@ -50,7 +50,8 @@ info: $(VENV)/examples-ready
 
 # The site, in build/site.
 docs:
-	test -x $(VENV)-docs/bin/mkdocs || { $(PYTHON) -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install -q --disable-pip-version-check mkdocs-material 'mkdocstrings[python]'; }
+	test -x $(VENV)-docs/bin/pip || $(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install -q --disable-pip-version-check mkdocs-material 'mkdocstrings[python]'
 	$(VENV)-docs/bin/mkdocs build -q --strict
 
 # The wheel for Apple silicon, built on any machine, in dist.
