@@ -217,6 +217,17 @@ template <typename PAIRS, int V, int R>
 inline void load_rotations(thread Rotations<PAIRS, V, R>& rotations, Rope rope, Share share, int base, int packs) {
   const int each = V / PAIRS::elements, count = R / PAIRS::packs * each;
   Rotation mine;
+  if (rope.table) {  // nothing is to be worked out
+    UNROLL for (int i = 0; i < count; ++i) {
+      const int pair = rope.pair_of(PAIRS(), share.at(base + i / each) * V + i % each * PAIRS::elements);
+      mine.cosine = 1;
+      mine.sine = 0;
+      if (i / each < packs && rope.turns_pair(pair)) mine = rope.rotation_of(pair);
+      rotations.cosine.v[i] = mine.cosine;
+      rotations.sine.v[i] = mine.sine;
+    }
+    return;
+  }
   UNROLL for (int i = 0; i < count; ++i) {
     const int head = i & (share.heads - 1);  // whose thread works out rotation number i
     if (head == 0) {

@@ -73,7 +73,7 @@ kernel void head_rms_norm_rope(
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const uint team = group * TEAMS + simdgroup;
   if (team >= p.tokens * p.parts) return;
-  const uint token = team / p.parts;
+  const uint token = p.parts == 1 ? team : team / p.parts;  // a division takes as long as a dozen of anything else
   const Share share = share_of(lane, p.lanes, p.at_once);
   const int all = packs_of<R>(share, int(p.width) / V), N = Taken<R>::packs;
   x += long(token) * p.heads * p.width;
@@ -90,7 +90,7 @@ kernel void head_rms_norm_rope(
   results.copy5 = copy5;
 
   const uint walks = p.x_walks + p.k_walks;
-  uint walk = team % p.parts;
+  uint walk = team - token * p.parts;
   const int AHEAD = HeadsAhead<T, PAIRS, V, R>::count;
   Ahead<T, V, R> ahead[AHEAD];
   UNROLL for (int i = 0; i < AHEAD; ++i) {

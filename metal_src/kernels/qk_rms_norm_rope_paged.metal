@@ -100,20 +100,22 @@ kernel void qk_rms_norm_rope_paged(
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const uint team = group * TEAMS + simdgroup;
   if (team >= p.heads.tokens * p.heads.parts) return;
-  const uint token = team / p.heads.parts, width = p.heads.width, parts = p.heads.parts, q_walks = p.heads.x_walks;
+  const uint width = p.heads.width, parts = p.heads.parts, q_walks = p.heads.x_walks;
+  const uint token = parts == 1 ? team : team / parts;
   const Share share = share_of(lane, p.heads.lanes, p.heads.at_once);
   const int all = packs_of<R>(share, int(width) / V), N = Taken<R>::packs;
   const Heads<T> qs = heads_at(q + long(token) * p.q_stride + p.q_start, q_out + long(token) * p.heads.heads * width, p.heads.heads);
 
   // q is asked for before it is known where k goes: that takes several reads, one after another
-  uint walk = team % parts;
+  uint walk = team - token * parts;
   const int AHEAD = HeadsAhead<T, PAIRS, V, R>::count;
   Ahead<T, V, R> ahead[AHEAD];
   UNROLL for (int i = 0; i < AHEAD; ++i) {
     if (walk + i * parts < q_walks) ask_for(ahead[i], find_head(qs, walk + i * parts, p, share).x, share, all);
   }
   const Place place = place_of(p, page_table, lengths, offsets, layer[0], int(token), lane);
-  const Rope rope = rope_of(p.heads, angles, place.position);
+  Rope rope = rope_of(p.heads, angles, place.position);
+  rope.table = true;  // always
   if (!rope.known) {
     for (; walk < q_walks; walk += parts) {
       const Found<T> at = find_head(qs, walk, p, share);
