@@ -79,13 +79,13 @@ def _mesh(ctx):
     return jax.sharding.get_abstract_mesh()
 
 
-def _summed_over_rows(results, operand_axes, result_axes, on):
-    """Results shared by all rows are sums over them, where there are rows: add up the devices' parts."""
+def _summed(primitive, results, operand_axes, result_axes, on):
+    """Results shared by all rows are sums over them, where there are rows, and those without a parted axis over its parts: add up the devices'."""
     if not any(map(is_row, operand_axes)):
         return results
     def summed(result, axes):
-        others = tuple(name for dim, names in on.items() if dim not in axes for name in names)
-        return jax.lax.psum(result, others) if others and not is_row(axes) else result
+        others = tuple(name for dim, names in on.items() if dim not in axes and (dim in primitive.parted or not is_row(axes)) for name in names)
+        return jax.lax.psum(result, others) if others else result
     return list(map(summed, results, result_axes))
 
 
@@ -130,14 +130,14 @@ def _in_shard_map(primitive, ctx, params, mesh, explicit):
     out_specs = [_spec(on, a, v.ndim) for a, v in zip(result_axes, ctx.avals_out)]
     if any(dim in on for dim in primitive.whole):
         return Placed(why="the normalized axis is cut over devices")
-    if any(dim in on for dim in primitive.uncut):
-        return Placed(why="an axis is cut over devices of which each needs the whole")
+    if any(dim in on for dim in primitive.uncut + primitive.parted):
+        return Placed(why="an axis is cut over devices of which the kernel needs the whole")
     as_they_are = [tuple(map(_names, v.sharding.spec)) for v in ctx.avals_in]
     if as_they_are != [tuple(map(_names, s)) for s in in_specs]:
         return Placed(why="the operands are cut in different ways")
 
     def local(*operands):
-        return _summed_over_rows(primitive.bind(*operands, **params), operand_axes, result_axes, on)
+        return _summed(primitive, primitive.bind(*operands, **params), operand_axes, result_axes, on)
 
     return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit), ctx)
 
@@ -158,18 +158,20 @@ def _in_custom_partitioning(primitive, ctx, params):
                 for dim, entry in zip(dims_of(axes, len(operand.shape)), operand.sharding.spec):
                     if _names(entry) and dim not in primitive.uncut and not clash(dim, _names(entry), on):
                         on.setdefault(dim, _names(entry))
-        across = tuple(name for dim in primitive.whole for name in on.get(dim, ()))
+        across, parts = (tuple(name for dim in dims for name in on.get(dim, ())) for dims in (primitive.whole, primitive.parted))
 
         def local(*values):
             # This may run in another thread or under the caller's mesh; it must see neither
             with jax.sharding.use_abstract_mesh(_NO_MESH):
-                if across:
+                if across or parts:
                     def mean(v):
-                        return jax.lax.pmean(jnp.mean(v, axis=-1, keepdims=True), across)
-                    out = primitive.reference(*values, mean=mean, **params)
+                        v = jnp.mean(v, axis=-1, keepdims=True)
+                        return jax.lax.pmean(v, across) if across else v
+                    part = dict(part=jax.lax.axis_index(parts)) if parts else {}
+                    out = primitive.reference(*values, mean=mean, **part, **params)
                 else:
                     out = primitive.bind(*values, **params)
-                return tuple(_summed_over_rows(out, operand_axes, result_axes, on))
+                return tuple(_summed(primitive, out, operand_axes, result_axes, on))
 
         def sharding(axes, value):
             return NamedSharding(mesh, _spec(on, axes, len(value.shape)))

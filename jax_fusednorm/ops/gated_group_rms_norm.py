@@ -102,12 +102,16 @@ def _grouped(a, size):
     return a.reshape(*a.shape[:-1], a.shape[-1] // size, size)
 
 
-def _columns(gate, y, spec):
-    """The gate of y [..., groups, group_size], in its shape."""
+def _columns(gate, y, spec, part=None):
+    """The gate of y [..., groups, group_size], in its shape. part: y is this one of the equal parts of all groups."""
     if spec.gate_start is None:
         return gate
-    width = math.prod(y.shape[-2:])
-    return jax.lax.slice_in_dim(gate, spec.gate_start, spec.gate_start + width, axis=-1).reshape(*gate.shape[:-1], *y.shape[-2:])
+    start, width = spec.gate_start, math.prod(y.shape[-2:])
+    if part is None:  # a static slice, which XLA fuses and cuts better
+        columns = jax.lax.slice_in_dim(gate, start, start + width, axis=-1)
+    else:
+        columns = jax.lax.dynamic_slice_in_dim(gate, start + part * width, width, axis=-1)
+    return columns.reshape(*gate.shape[:-1], *y.shape[-2:])
 
 
 def _among_columns(part, gate, spec):
@@ -119,9 +123,9 @@ def _among_columns(part, gate, spec):
     return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(spec.gate_start, after)])
 
 
-def reference(y, gate, scale, *, spec, mean=last_mean):
+def reference(y, gate, scale, *, spec, mean=last_mean, part=None):
     wide = compute_dtype(y.dtype)
-    act = ACTIVATIONS[spec.activation](_columns(gate, y, spec).astype(wide))
+    act = ACTIVATIONS[spec.activation](_columns(gate, y, spec, part).astype(wide))
     v = y.astype(wide) if spec.norm_before_gate else y.astype(wide) * act
     v = v * jax.lax.rsqrt(mean(v * v) + spec.epsilon)
     if spec.rounding == "storage":
@@ -163,11 +167,11 @@ def cotangent_kernel(call, y, gate, scale, out_bar, *, spec, active):
     return [r for r, wanted in zip(results, active) if wanted]
 
 
-def _op(gate, uncut):
-    return Op("gated_group_rms_norm", reference, operands=("*gd", gate, "gd"), results=("*gd",), uncut=uncut, kernel=kernel,
-              cotangent_kernel=cotangent_kernel)
+def _op(gate, **axes):
+    return Op("gated_group_rms_norm", reference, operands=("*gd", gate, "gd"), results=("*gd",), kernel=kernel,
+              cotangent_kernel=cotangent_kernel, **axes)
 
 
-GATED = _op("*gd", uncut="")
-# The columns of a wider gate do not lie where those of y do: no device can hold a part of both.
-GATED_IN_PLACE = _op("*w", uncut="gw")
+GATED = _op("*gd")
+# The columns of a wider gate are not cut as those of y are: a device that has some of the groups needs the whole gate.
+GATED_IN_PLACE = _op("*w", uncut="w", parted="g")

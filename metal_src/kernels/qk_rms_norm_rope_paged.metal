@@ -8,10 +8,10 @@
 // and keeps the token's angles. No threadgroup memory. bytes: 1 read and 1 write of every head of q, k and v.
 #include "head.h"
 
-// A token's position, and its slot: the first element of its k in pages. -1 where it has none.
+// A token's position, and its page and the place in it. -1 where it has none; a page id as it stands in the table, which may be any number.
 struct Place {
-  int position;
-  long slot;
+  int position, page;
+  uint in_page;
 };
 
 // Whatever the data holds, the offsets count as their running maximum: a token's sequence is the one before the first offset beyond it.
@@ -19,7 +19,7 @@ inline Place place_of(constant PagedHeadsParams& p, device const int* page_table
                       int layer, int token, uint lane) {
   Place place;
   place.position = -1;
-  place.slot = -1;
+  place.page = -1;
   const int count = int(p.sequences);
   int beyond = count + 1, start = 0;
   for (int i = int(lane); i <= count; i += SIMD_WIDTH) {
@@ -33,11 +33,19 @@ inline Place place_of(constant PagedHeadsParams& p, device const int* page_table
   if (position < 0 || position >= long(p.heads.table_rows)) return place;
   place.position = int(position);
 
-  const uint page_of_sequence = uint(position) / p.page_size, in_page = uint(position) % p.page_size;
+  const uint page_of_sequence = uint(position) / p.page_size;
   if (page_of_sequence >= p.table_width || uint(layer) >= p.layers) return place;
-  const int page = page_table[long(sequence) * p.table_width + page_of_sequence];
-  if (uint(page) < p.pages) place.slot = ((long(page) * p.sides * p.layers + layer) * p.page_size + in_page) * p.heads.k_heads * p.heads.width;
+  place.page = page_table[long(sequence) * p.table_width + page_of_sequence];
+  place.in_page = uint(position) - page_of_sequence * p.page_size;
   return place;
+}
+
+// The first element of a token's k in pages; -1 where it has none.
+inline long slot_of(constant PagedHeadsParams& p, int layer, Place place) {
+  long slot = -1;
+  if (uint(place.page) < p.pages)
+    slot = ((long(place.page) * p.sides * p.layers + layer) * p.page_size + place.in_page) * p.heads.k_heads * p.heads.width;
+  return slot;
 }
 
 // The heads of one token side by side, and where they go.
@@ -124,8 +132,15 @@ kernel void qk_rms_norm_rope_paged(
     return;
   }
 
-  const bool stores = place.slot >= 0, in_place = p.has_k == 0;
-  device T* const slot = pages + (stores ? place.slot : 0);
+  Rotations<PAIRS, V, N> rotations;
+  rotations.cosine = keep<V / PAIRS::elements, N / PAIRS::packs>(scratch, 2, width);
+  rotations.sine = keep<V / PAIRS::elements, N / PAIRS::packs>(scratch, 3, width);
+  if (R > 0) load_rotations(rotations, rope, share, 0, all);
+
+  // the page's id has been on its way since it was found
+  const long first = slot_of(p, layer[0], place);
+  const bool stores = first >= 0, in_place = p.has_k == 0;
+  device T* const slot = pages + (stores ? first : 0);
   const uint walks = q_walks + (stores ? p.heads.k_walks : 0), v_walks = stores && p.has_v != 0 ? p.heads.k_walks : 0;
   const Heads<T> ks = heads_at(in_place ? slot : k + long(token) * p.k_stride + p.k_start, slot, p.heads.k_heads);
   const Heads<T> vs = heads_at(v + long(token) * p.v_stride + p.v_start, slot + long(p.layers) * p.page_size * p.heads.k_heads * width,
@@ -144,10 +159,6 @@ kernel void qk_rms_norm_rope_paged(
   head.scale_kind = p.heads.scale;
   head.scale_offset = p.heads.scale_offset;
   Kept<V, N> kept = keep<V, N>(scratch, 0, width), gains = keep<V, N>(scratch, 1, width);
-  Rotations<PAIRS, V, N> rotations;
-  rotations.cosine = keep<V / PAIRS::elements, N / PAIRS::packs>(scratch, 2, width);
-  rotations.sine = keep<V / PAIRS::elements, N / PAIRS::packs>(scratch, 3, width);
-  if (R > 0) load_rotations(rotations, rope, share, 0, all);
   int gains_of = -1;
   while (walk < walks) {
     UNROLL for (int i = 0; i < AHEAD; ++i) {
