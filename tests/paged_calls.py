@@ -26,7 +26,7 @@ EPSILON, OFFSET, STORAGE_SCALE = 1e-6, 0.5, 2
 CASTS = ((True, True), (True, False), (False, True))  # multiply before the cast, round before the rotation
 
 
-PAGES_IN_PARAMS = 4 * (19 + 10)  # where the number of pages stands
+PAGES_IN_PARAMS = 4 * (20 + 2 + 10)  # of metal_src/kernels/params.h, in bytes
 
 
 @dataclasses.dataclass
@@ -78,8 +78,8 @@ def offsets_of(rng, sequences, tokens):
     return np.where(rng.random(sequences + 1) < rng.choice([0, 0, 0.2, 1]), anything, offsets).astype(np.int32)
 
 
-def call(seed, dtype, *, width=16, rope_dim=8, style="neox", placement="prefix", lanes=1, parts=1, pairs="apart"):
-    """A call of few tokens. lanes, parts, pairs: as a launcher that runs these teams would say."""
+def call(seed, dtype, *, width=16, rope_dim=8, style="neox", placement="prefix", lanes=1, at_once=1, parts=1, pairs="apart"):
+    """A call of few tokens. lanes, at_once, parts, pairs: as a launcher that runs these teams would say."""
     rng = np.random.default_rng(seed)
     storage, form = DTYPES[dtype], FORMS[seed % len(FORMS)]
     tokens, heads, k_heads, num_pages, layers = 11, 3, 2, 7, 2
@@ -101,7 +101,8 @@ def call(seed, dtype, *, width=16, rope_dim=8, style="neox", placement="prefix",
             q[token] = k[token] = v[token] = np.nan
     arrays, columns = _columns(q, k, v, packed=form == "packed")
     params = struct.pack(
-        "17I2f14I", tokens, 0, heads, k_heads, width, lanes, parts, rope_dim // 2, (width - rope_dim) * (placement == "suffix"),
+        "20I2f14I", tokens, 0, heads, k_heads, width, lanes, at_once, *(-(-count // at_once) for count in (heads, k_heads)), parts,
+        rope_dim // 2, (width - rope_dim) * (placement == "suffix"),
         1 if style == "interleaved" else rope_dim // 2, style == "interleaved", 1, max_positions, STORAGE_SCALE, 0, 0, 0, EPSILON, OFFSET,
         *columns, has_k, has_v, sequences, entries, num_pages, sides, layers, page_size)
     casts = (not multiply_before_cast, round_before_rope) if storage != np.float32 else (False, False)

@@ -118,7 +118,8 @@ def test_zeros_tiny_rows_and_what_is_not_a_number(implementation):
 
 @pytest.mark.parametrize("transpose_b", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_bits_do_not_depend_on_the_number_of_rows(kernel, dtype, transpose_b):
+def test_a_rows_bits_do_not_depend_on_the_number_of_rows(kernel, dtype, transpose_b, monkeypatch):
+    monkeypatch.setitem(module.FEW_ROWS, "cuda", module.FEW_ROWS["metal"])  # the kernel is right there, too, if not fast
     few = module.FEW_ROWS[kernel][transpose_b][dtype == "float32"]
     x, *rest = operands((50, 40, 33), few, dtype, transpose_b)
     [whole] = run(kernel, [(x, *rest)], transpose_b=transpose_b)
@@ -130,7 +131,8 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(kernel, dtype, transpos
 
 
 @pytest.mark.parametrize("transpose_b", LAYOUTS)
-def test_many_rows_are_xlas_product_and_one_kernel(kernel, transpose_b):
+def test_many_rows_are_xlas_product_and_one_kernel(kernel, transpose_b, monkeypatch):
+    monkeypatch.setitem(module.FEW_ROWS, "cuda", module.FEW_ROWS["metal"])
     for dtype in DTYPES:
         few = module.FEW_ROWS[kernel][transpose_b][dtype == "float32"]
         for rows, handler, products in ((few, "matmul_partial_rms_norm", 0), (few + 1, "partial_rms_norm", 1)):
@@ -138,6 +140,13 @@ def test_many_rows_are_xlas_product_and_one_kernel(kernel, transpose_b):
             text = jax.jit(f).lower(*operands((48, 24, 16), rows, dtype, transpose_b)).as_text()
             calls = re.findall(r"custom_call @jax_fusednorm_[a-z]+?_(\w+)_v\d+\(", text)
             assert (calls, text.count("dot_general"), text.count("transpose "), text.count("slice")) == ([handler], products, 0, 0)
+
+
+def test_where_xlas_product_is_always_faster_one_row_is_all_its_own(kernel, monkeypatch):
+    monkeypatch.setitem(module.FEW_ROWS, kernel, ((0, 0), (0, 0)))
+    for rows, calls in ((1, 0), (2, 1)):
+        text = jax.jit(functools.partial(matmul_partial_rms_norm, implementation=kernel)).lower(*operands((48, 24, 16), rows)).as_text()
+        assert (text.count("custom_call @jax_fusednorm"), text.count("dot_general")) == (calls, 1)
 
 
 @pytest.mark.parametrize("transpose_b", LAYOUTS)
