@@ -1,7 +1,7 @@
 # make demo: the main job.  make test: the tests.  make models: the comparisons with Hugging Face's models, which need PyTorch; make mamba2 and
 # make serve: one each, the latter timed.
 # Each sets up all it needs in a virtual environment of its own.
-# PYTHON: the interpreter.  JAX: what pip is asked for.  VENV: where it goes.  PYTEST: options for pytest.
+# PYTHON: the interpreter.  JAX: what pip is asked for.  VENV: where it goes.  PYTEST: options for pytest.  OPTIMIZED=1: see below.
 PYTHON ?= python3
 JAX ?= jax
 VENV ?= .venv
@@ -34,7 +34,9 @@ IMPLEMENTATIONS = jnp,host,metal
 DRIVER = JAX_FUSEDNORM_METAL_DRIVER=$(STANDIN)
 test slow: standin
 endif
-RUN_TESTS = JAX_FUSEDNORM_REQUIRE_KERNELS=1 $(DRIVER) $(BIN)/python -m pytest -q -n 2 --implementations $(IMPLEMENTATIONS)
+# Much of the time goes to XLA's compiler, and a third of that to optimizations, which only what runs beside the kernels has of it.
+OPTIMIZED ?= 0
+RUN_TESTS = JAX_DISABLE_MOST_OPTIMIZATIONS=$(if $(filter 1,$(OPTIMIZED)),0,1) JAX_FUSEDNORM_REQUIRE_KERNELS=1 $(DRIVER) $(BIN)/python -m pytest -q -n 2 --implementations $(IMPLEMENTATIONS)
 
 test: $(VENV)/test-ready
 	$(RUN_TESTS) $(PYTEST)
