@@ -1,7 +1,7 @@
 # make demo: the main job.  make test: the tests.  make models: the comparisons with Hugging Face's models, which need PyTorch; make mamba2 and
 # make serve: one each, the latter timed.
 # Each sets up all it needs in a virtual environment of its own.
-# PYTHON: the interpreter.  JAX: what pip is asked for.  VENV: where it goes.  PYTEST: options for pytest.  OPTIMIZED=1: see below.
+# PYTHON: the interpreter.  JAX: what pip is asked for.  VENV: where it goes.  PYTEST: options for pytest.  OPTIMIZED: 1 for XLA's optimizations.
 PYTHON ?= python3
 JAX ?= jax
 VENV ?= .venv
@@ -32,9 +32,10 @@ IMPLEMENTATIONS = jnp,host,metal
 else ifeq ($(MACHINE),Linux x86_64)
 IMPLEMENTATIONS = jnp,host,metal
 DRIVER = JAX_FUSEDNORM_METAL_DRIVER=$(STANDIN)
+WITH_METAL = --config-settings=cmake.define.JAX_FUSEDNORM_METAL=ON
 test slow: standin
 endif
-# Much of the time goes to XLA's compiler, and a third of that to optimizations, which only what runs beside the kernels has of it.
+# A third of the tests' time would be XLA's optimizations, which the kernels have nothing of. OPTIMIZED=1 tests beside what users run.
 OPTIMIZED ?= 0
 RUN_TESTS = JAX_DISABLE_MOST_OPTIMIZATIONS=$(if $(filter 1,$(OPTIMIZED)),0,1) JAX_FUSEDNORM_REQUIRE_KERNELS=1 $(DRIVER) $(BIN)/python -m pytest -q -n 2 --implementations $(IMPLEMENTATIONS)
 
@@ -74,10 +75,11 @@ $(STANDIN): $(wildcard metal_src/emulator/* metal_src/compat/* metal_src/kernels
 	mv $@.new $@
 
 # An editable install with one of the extras of pyproject.toml: the Python sources are used where they are, the native library is built
-# again when its sources change.
+# again when its sources change. Off a Mac the demo has no use for the launcher of the Metal kernels.
+OTHERS = $(filter-out $(VENV)/examples-ready,$@ $(wildcard $(VENV)/*-ready))
 $(VENV)/%-ready: pyproject.toml jax_fusednorm/__init__.py jax_fusednorm/core/ffi.py $(SOURCES)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[$*]' '$(JAX)'
+	$(BIN)/pip install -q --disable-pip-version-check $(if $(OTHERS),$(WITH_METAL)) -e '.[$*]' '$(JAX)'
 	$(BIN)/python -m jax_fusednorm info
 	touch $@
 

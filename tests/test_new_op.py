@@ -28,7 +28,8 @@ def test_the_new_op_builds_and_passes_its_tests(launcher, tmp_path):
     shutil.copytree(ROOT / "jax_fusednorm", tmp_path / "jax_fusednorm", ignore=shutil.ignore_patterns("lib", "__pycache__"))
     shutil.copytree(ROOT / "docs" / "new_op", tmp_path, dirs_exist_ok=True)
 
-    run(tmp_path, "cmake", "-G", "Ninja", "-S", "metal_src", "-B", "build", f"-DPython_EXECUTABLE={sys.executable}")
+    run(tmp_path, "cmake", "-G", "Ninja", "-S", "metal_src", "-B", "build", f"-DPython_EXECUTABLE={sys.executable}",
+        f"-DJAX_FUSEDNORM_METAL={'ON' if launcher == 'metal' else 'OFF'}")
     run(tmp_path, "cmake", "--build", "build", "-j", "2", "--target", f"jax_fusednorm_{launcher}")
     library = tmp_path / "jax_fusednorm" / "lib"
     library.mkdir()

@@ -5,8 +5,8 @@
 
 // The threads that share a head: `lanes` neighbours in a simdgroup, a power of two. One thread, where that is a simdgroup.
 struct Share {
-  int rank, lanes, head;  // the head's place beside others in the simdgroup, `heads` in all
-  int heads;
+  int rank, lanes;
+  int head, heads;  // the head's place in the simdgroup, beside others; and how many they are
   inline int of(int packs) const { return (packs - rank + lanes - 1) / lanes; }
   inline int at(int c) const { return rank + c * lanes; }
   inline float sum(float x) const {
