@@ -145,7 +145,7 @@ def test_many_rows_are_xlas_product_and_one_kernel(kernel, transpose_b, monkeypa
 def test_where_xlas_product_is_always_faster_one_row_is_all_its_own(kernel, monkeypatch):
     monkeypatch.setitem(module.FEW_ROWS, kernel, ((0, 0), (0, 0)))
     for rows, calls in ((1, 0), (2, 1)):
-        text = jax.jit(functools.partial(matmul_partial_rms_norm, implementation=kernel)).lower(*operands((48, 24, 16), rows)).as_text()
+        text = jax.jit(functools.partial(matmul_partial_rms_norm, implementation=kernel)).lower(*operands((48, 24, 16), rows, "bfloat16")).as_text()
         assert (text.count("custom_call @jax_fusednorm"), text.count("dot_general")) == (calls, 1)
 
 
