@@ -1,6 +1,6 @@
 """Train a small byte-level language model twice, with the fused kernels and with the jnp lowering, and compare.
 
-    python examples/train_lm.py [--steps 90] [--dtype bfloat16|float32] [--seed 0] [--output train_lm.png]
+    python examples/train_lm.py [--steps 70] [--dtype bfloat16|float32] [--seed 0] [--output train_lm.png]
 
 The text is the source code of the Python standard library on this machine. The model is a decoder-only transformer of
 pre-norm blocks in which every residual addition is fused with the norm after it (AddRMSNorm), under jit, grad and remat.
@@ -165,7 +165,7 @@ def plot(path, losses, times):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--steps", type=int, default=70)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of activations, not parameters")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="train_lm.png")
