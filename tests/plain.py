@@ -82,3 +82,12 @@ def draw(seed, shape, dtype="float32", *, spread=0.0):
 
 def draw_scale(seed, width, dtype):
     return None if dtype is None else jnp.asarray((0.75 + 0.5 * _values(seed, (width,))).astype(jnp.dtype(dtype)))
+
+
+def placed(array, offset):
+    """A copy of `array` that starts `offset` bytes after a 64-byte boundary."""
+    memory = np.zeros(array.nbytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    view = memory[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import oracle
-from jax_fusednorm.core import ffi
+from plain import placed
 
 DTYPES = {"float32": (np.float32, 2), "bfloat16": (ml_dtypes.bfloat16, 3), "float16": (np.float16, 4)}
 LEVELS = ("v2", "v3", "v4")
@@ -16,23 +16,6 @@ WIDTHS = (1, 7, 16, 57, 257, 960, 4097)
 
 class Params(ctypes.Structure):
     _fields_ = [("rows", ctypes.c_uint), ("width", ctypes.c_uint), ("epsilon", ctypes.c_float), ("scale_offset", ctypes.c_float)]
-
-
-@pytest.fixture(scope="module")
-def library():
-    handle = ffi.library("host").handle
-    if handle is None:
-        pytest.skip(ffi.library("host").about)
-    return handle
-
-
-def placed(array, offset):
-    """A copy of `array` that starts `offset` bytes after a 64-byte boundary."""
-    memory = np.zeros(array.nbytes + 128, np.uint8)
-    start = -memory.ctypes.data % 64 + offset
-    view = memory[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
-    view[...] = array
-    return view
 
 
 def add_rms_norm(library, level, x, residual, scale, offset, in_place=False):
@@ -54,28 +37,28 @@ def add_rms_norm(library, level, x, residual, scale, offset, in_place=False):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_bits_do_not_depend_on_where_the_buffers_lie(library, level, dtype):
+def test_bits_do_not_depend_on_where_the_buffers_lie(host_library, level, dtype):
     numpy_dtype = DTYPES[dtype][0]
     rng = np.random.default_rng(0)
     for width in WIDTHS:
         x, residual = (rng.standard_normal((3, width)).astype(numpy_dtype) for _ in range(2))
         scale = rng.standard_normal(width).astype(np.float32)
-        want = [a.tobytes() for a in add_rms_norm(library, level, x, residual, scale, 0)]
+        want = [a.tobytes() for a in add_rms_norm(host_library, level, x, residual, scale, 0)]
         for offset in range(0, 64, np.dtype(numpy_dtype).itemsize):
-            got = add_rms_norm(library, level, x, residual, scale, offset)
+            got = add_rms_norm(host_library, level, x, residual, scale, offset)
             assert [a.tobytes() for a in got] == want, f"width {width}, {offset} bytes off a 64-byte boundary"
-        assert [a.tobytes() for a in add_rms_norm(library, level, x, residual, scale, 0, in_place=True)] == want
+        assert [a.tobytes() for a in add_rms_norm(host_library, level, x, residual, scale, 0, in_place=True)] == want
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_level_agrees_with_float64(library, level, dtype):
+def test_every_level_agrees_with_float64(host_library, level, dtype):
     numpy_dtype = DTYPES[dtype][0]
     rng = np.random.default_rng(1)
     for width in WIDTHS:
         x, residual = (rng.standard_normal((5, width)).astype(numpy_dtype) for _ in range(2))
         scale = rng.standard_normal(width).astype(numpy_dtype)
-        got = add_rms_norm(library, level, x, residual, scale, 2 * np.dtype(numpy_dtype).itemsize)
+        got = add_rms_norm(host_library, level, x, residual, scale, 2 * np.dtype(numpy_dtype).itemsize)
         want = oracle.add_rms_norm(x, residual, scale)
         for g, w in zip(got, want):
             oracle.assert_close(g, w, dtype)
@@ -83,7 +66,7 @@ def test_every_level_agrees_with_float64(library, level, dtype):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_storage_conversion_is_exact(library, level, dtype):
+def test_storage_conversion_is_exact(host_library, level, dtype):
     """sum = x + 0 with x in float steps: every 16-bit value survives, and the sum of two of them is rounded to nearest even."""
     numpy_dtype = DTYPES[dtype][0]
     every = np.arange(1 << 16, dtype=np.uint16).view(numpy_dtype).reshape(64, 1024)
@@ -91,7 +74,7 @@ def test_storage_conversion_is_exact(library, level, dtype):
     scale = np.ones(1024, np.float32)
     with np.errstate(all="ignore"):
         for residual in (np.zeros_like(every), other):
-            _, total = add_rms_norm(library, level, every, residual, scale, 0)
+            _, total = add_rms_norm(host_library, level, every, residual, scale, 0)
             want = (every.astype(np.float32) + residual.astype(np.float32)).astype(numpy_dtype)
             nan = np.isnan(want.astype(np.float32))
             np.testing.assert_array_equal(np.isnan(total.astype(np.float32)), nan)

@@ -14,7 +14,7 @@ import cases
 import oracle
 from jax_fusednorm import matmul_partial_rms_norm
 from metal_driver import COMPLETED, Array, launch
-from plain import draw
+from plain import draw, placed
 from test_metal import all_dispatched, metal, moved, names  # noqa: F401 (a fixture)
 
 DTYPES = {"float": np.float32, "bfloat": ml_dtypes.bfloat16, "half": np.float16}
@@ -136,15 +136,6 @@ def test_few_rows_are_two_dispatches_and_a_barrier_in_one_command_buffer(metal, 
 
 
 # ---- the host
-
-def placed(array, offset):
-    """A copy of `array` that starts `offset` bytes after a 64-byte boundary."""
-    memory = np.zeros(array.nbytes + 128, np.uint8)
-    start = -memory.ctypes.data % 64 + offset
-    view = memory[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
-    view[...] = array
-    return view
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", ("v2", "v3", "v4"))
