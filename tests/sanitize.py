@@ -1,11 +1,12 @@
 """Every CUDA kernel on small arrays, for compute-sanitizer to watch: memcheck, racecheck.
 
     export JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_ALLOCATOR=platform
+    export XLA_FLAGS="--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0"
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py [bfloat16] [float16] [float32]
 
-racecheck takes long over XLA's own kernels: `--kernel-name kernel_substring=entry` watches ours alone. Where compute-sanitizer itself
-ends with a segmentation fault while JAX starts, run it again. The allocator named there gives every array memory of its own, so that a
-byte beyond it is an error. The widths take every step of metal_src/launch/shape.h, with idle threads and without.
+racecheck takes long over XLA's own kernels: `--kernel-name kernel_substring=entry` watches ours alone. Without these flags of XLA,
+compute-sanitizer itself may end with a segmentation fault while JAX starts. The allocator gives every array memory of its own, so that
+a byte beyond it is an error. The widths take every step of metal_src/launch/shape.h, with idle threads and without.
 """
 
 import functools
@@ -86,9 +87,11 @@ def main():
                     for (f, *_), (args, tangents) in zip(calls, operands)]
 
         jax.block_until_ready(everything([(args, tangents) for _, args, tangents in calls]))
+        print(f"rows of {width}, {dtype}", flush=True)
     for dtype in sys.argv[1:] or ("bfloat16", "float16", "float32"):
         for width in (2, 30, 64, 80, 96, 128, 160, 256, 512, 576):
             jax.block_until_ready(jax.jit(lambda: [*heads(width, dtype), *paged(width, dtype)])())
+            print(f"heads of {width}, {dtype}", flush=True)
     print("every kernel ran")
 
 
