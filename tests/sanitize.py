@@ -1,23 +1,26 @@
-"""Every CUDA kernel on small arrays, for compute-sanitizer to watch: memcheck, racecheck.
+"""Every CUDA kernel on small arrays, with no XLA beside it, for compute-sanitizer to watch.
 
-    export JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_ALLOCATOR=platform
-    export XLA_FLAGS="--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0"
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py [bfloat16] [float16] [float32]
+    python tests/sanitize.py [compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck --error-exitcode 1]
 
-racecheck takes long over XLA's own kernels: `--kernel-name kernel_substring=entry` watches ours alone. Without these flags of XLA,
-compute-sanitizer itself may end with a segmentation fault while JAX starts. The allocator gives every array memory of its own, so that
-a byte beyond it is an error. The widths take every step of metal_src/launch/shape.h, with idle threads and without.
+Lowers the ops and their derivatives for cuda, in every dtype, and has sanitize.cc make each custom call it finds there, once, on arrays
+of their own: a byte beyond one is an error. (JAX itself ends with a segmentation fault under compute-sanitizer, more often than not.)
+The widths take every step of metal_src/launch/shape.h, with idle threads and without. Needs the cuda kernels, nvcc and a GPU.
 """
 
 import functools
 import itertools
+import pathlib
+import re
+import subprocess
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
 
 import jax_fusednorm
 import plain
+from jax_fusednorm.core import ffi
 
 WIDTHS = (8, 512, 520, 1024, 1032, 2048, 2056, 4096, 4104, 6144, 8192, 8200, 16384, 16392, 7, 255, 257, 4097)
 ROWS = 5  # the last block of narrow rows is not full
@@ -73,27 +76,53 @@ def projections(rows, width, dtype):
         yield functools.partial(jax_fusednorm.matmul_partial_rms_norm, transpose_b=transpose_b, implementation="cuda"), args, args
 
 
+def programs():
+    """(function, its operands): every op, what is made of it, and with which operands the call is small."""
+    shapes = [(ROWS, width) for width in WIDTHS] + list(SEVERAL)
+    for dtype in ("bfloat16", "float16", "float32"):
+        for rows, width in shapes:
+            for f, args, tangents in (*check(rows, width, dtype), *projections(rows, width, dtype)):
+                yield lambda args, tangents, f=f: (jax.jvp(f, args, tangents), jax.vjp(f, *args)[1](f(*args))), args, tangents
+        for width in (2, 30, 64, 80, 96, 128, 160, 256, 512, 576):
+            yield lambda width=width, dtype=dtype: [*heads(width, dtype), *paged(width, dtype)],
+
+
+def custom_calls(operation):
+    """The custom calls of our kernels in an operation of a lowered program, one line of sanitize.cc's each."""
+    for region in operation.regions:
+        for inner in (op for block in region for op in block):
+            yield from custom_calls(inner.operation)
+    name = str(operation.attributes["call_target_name"]).strip('"') if operation.name == "stablehlo.custom_call" else ""
+    if not name.startswith("jax_fusednorm_cuda"):
+        return
+    aliases = {int(result or 0): operand for result, operand in
+               re.findall(r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)", str(operation.attributes.get("output_operand_aliases")))}
+    words = [name]
+    for kind, values in (("in", operation.operands), ("out", operation.results)):
+        for i, value in enumerate(values):
+            array = value.type
+            words.append(":".join((kind, str(array.element_type), "x".join(map(str, array.shape)), aliases.get(i, "") if kind == "out" else "")))
+    for attribute in operation.attributes["mhlo.backend_config"]:
+        value = attribute.attr
+        words.append(f"attr:{attribute.name}:{getattr(value, 'type', 'i1')}:{str(value).split(' : ')[0]}")
+    yield " ".join(words)
+
+
 def main():
     few_rows = sys.modules["jax_fusednorm.ops.matmul_partial_rms_norm"].FEW_ROWS
     few_rows["cuda"] = few_rows["metal"]  # else the kernels that multiply would not run
-    assert jax.default_backend() == "gpu", jax.default_backend()
-    shapes = [(ROWS, width) for width in WIDTHS] + list(SEVERAL)
-    for (rows, width), dtype in itertools.product(shapes, sys.argv[1:] or ("bfloat16", "float16", "float32")):
-        calls = [*check(rows, width, dtype), *projections(rows, width, dtype)]
-
-        @jax.jit
-        def everything(operands):
-            return [(jax.jvp(f, args, tangents), jax.vjp(f, *args)[1](f(*args)))
-                    for (f, *_), (args, tangents) in zip(calls, operands)]
-
-        jax.block_until_ready(everything([(args, tangents) for _, args, tangents in calls]))
-        print(f"rows of {width}, {dtype}", flush=True)
-    for dtype in sys.argv[1:] or ("bfloat16", "float16", "float32"):
-        for width in (2, 30, 64, 80, 96, 128, 160, 256, 512, 576):
-            jax.block_until_ready(jax.jit(lambda: [*heads(width, dtype), *paged(width, dtype)])())
-            print(f"heads of {width}, {dtype}", flush=True)
-    print("every kernel ran")
+    lines = {}  # a set that keeps its order
+    for f, *operands in programs():
+        module = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+        lines |= dict.fromkeys(custom_calls(module.operation))
+    with tempfile.TemporaryDirectory() as folder:
+        calls, program = pathlib.Path(folder, "calls"), pathlib.Path(folder, "sanitize")
+        calls.write_text("\n".join(lines))
+        source = pathlib.Path(__file__).with_suffix(".cc")
+        subprocess.run(["nvcc", "-std=c++17", "-O1", f"-I{jax.ffi.include_dir()}", source, "-o", program], check=True)
+        done = subprocess.run([*sys.argv[1:], program, ffi.library("cuda").handle._name, calls], check=False)
+    return done.returncode
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
