@@ -128,8 +128,6 @@ std::vector<unsigned char> drawn(const Array& array, bool any_integer, std::mt19
 }
 
 XLA_FFI_Error* create(XLA_FFI_Error_Create_Args* args) { return new XLA_FFI_Error{args->message}; }
-void message(XLA_FFI_Error_GetMessage_Args* args) { args->message = args->error->message.c_str(); }
-void destroy(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 XLA_FFI_Error* stream_of(XLA_FFI_Stream_Get_Args* args) {
   args->stream = nullptr;
   return nullptr;
@@ -161,8 +159,6 @@ void make(const std::string& line, Call& call, XLA_FFI_Handler* handler, bool an
   api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
   api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
   api.XLA_FFI_Error_Create = create;
-  api.XLA_FFI_Error_GetMessage = message;
-  api.XLA_FFI_Error_Destroy = destroy;
   api.XLA_FFI_Stream_Get = stream_of;
   XLA_FFI_CallFrame frame{};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;

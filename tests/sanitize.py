@@ -77,14 +77,15 @@ def projections(rows, width, dtype):
 
 
 def programs():
-    """(function, its operands): every op, what is made of it, and with which operands the call is small."""
+    """Jitted functions and their operands."""
     shapes = [(ROWS, width) for width in WIDTHS] + list(SEVERAL)
     for dtype in ("bfloat16", "float16", "float32"):
         for rows, width in shapes:
-            for f, args, tangents in (*check(rows, width, dtype), *projections(rows, width, dtype)):
-                yield lambda args, tangents, f=f: (jax.jvp(f, args, tangents), jax.vjp(f, *args)[1](f(*args))), args, tangents
+            ops, *operands = zip(*check(rows, width, dtype), *projections(rows, width, dtype))
+            yield jax.jit(lambda all_args, all_tangents, ops=ops: [(jax.jvp(f, args, tangents), jax.vjp(f, *args)[1](f(*args)))
+                                                                   for f, args, tangents in zip(ops, all_args, all_tangents)]), operands
         for width in (2, 30, 64, 80, 96, 128, 160, 256, 512, 576):
-            yield lambda width=width, dtype=dtype: [*heads(width, dtype), *paged(width, dtype)],
+            yield jax.jit(lambda width=width, dtype=dtype: [*heads(width, dtype), *paged(width, dtype)]), ()
 
 
 def custom_calls(operation):
@@ -111,15 +112,14 @@ def custom_calls(operation):
 def main():
     few_rows = sys.modules["jax_fusednorm.ops.matmul_partial_rms_norm"].FEW_ROWS
     few_rows["cuda"] = few_rows["metal"]  # else the kernels that multiply would not run
-    lines = {}  # a set that keeps its order
-    for f, *operands in programs():
-        module = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
-        lines |= dict.fromkeys(custom_calls(module.operation))
     with tempfile.TemporaryDirectory() as folder:
-        calls, program = pathlib.Path(folder, "calls"), pathlib.Path(folder, "sanitize")
-        calls.write_text("\n".join(lines))
+        program, calls = pathlib.Path(folder, "sanitize"), pathlib.Path(folder, "calls")
         source = pathlib.Path(__file__).with_suffix(".cc")
-        subprocess.run(["nvcc", "-std=c++17", "-O1", f"-I{jax.ffi.include_dir()}", source, "-o", program], check=True)
+        subprocess.run(["nvcc", "-std=c++17", f"-I{jax.ffi.include_dir()}", source, "-o", program], check=True)
+        lines = {}  # a set that keeps its order
+        for f, operands in programs():
+            lines |= dict.fromkeys(custom_calls(f.trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo").operation))
+        calls.write_text("\n".join(lines))
         done = subprocess.run([*sys.argv[1:], program, ffi.library("cuda").handle._name, calls], check=False)
     return done.returncode
 
