@@ -115,7 +115,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         program, calls = pathlib.Path(folder, "sanitize"), pathlib.Path(folder, "calls")
         source = pathlib.Path(__file__).with_suffix(".cc")
-        subprocess.run(["nvcc", "-std=c++17", f"-I{jax.ffi.include_dir()}", source, "-o", program], check=True)
+        subprocess.run(["nvcc", "-std=c++17", "-O2", f"-I{jax.ffi.include_dir()}", source, "-o", program], check=True)
         lines = {}  # a set that keeps its order
         for f, operands in programs():
             lines |= dict.fromkeys(custom_calls(f.trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo").operation))
