@@ -55,7 +55,8 @@ def test_every_width_and_rope_dim(implementation, dtype, place):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_scale_and_order_of_casts(implementation, dtype):
     casts = (dict(), dict(round_before_rope=True), dict(multiply_before_cast=False))
-    calls = [(arguments(width, dtype, tokens=9, scale_dtype=scale_dtype), dict(scale_offset=float(i % 2) if scale_dtype else 0.0, style=style, **order))
+    calls = [(arguments(width, dtype, tokens=9, scale_dtype=scale_dtype),
+              dict(scale_offset=float(i % 2) if scale_dtype else 0.0, style=style, **order))
              for i, (order, scale_dtype) in enumerate(itertools.product(casts, SCALE_DTYPES)) for width, style in ((64, "neox"), (24, "interleaved"))]
     check(implementation, some(implementation, calls, 0, 2))
 
