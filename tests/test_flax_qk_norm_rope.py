@@ -40,6 +40,12 @@ def test_both_modules_are_the_op(implementation, dtype):
             oracle.assert_same_bits(g, w)
 
 
+def test_an_option_that_is_none_is_refused_when_the_module_is_made():
+    for make in (lambda: fused_nnx.QKNormRope(WIDTH, thetta=1e6, rngs=nnx.Rngs(0)), lambda: fused_linen.QKNormRope(thetta=1e6)):
+        with pytest.raises(TypeError, match="thetta"):
+            make()
+
+
 def test_both_modules_take_a_table_and_factors(implementation):
     q, k = inputs("float32")
     module = fused_nnx.QKNormRope(WIDTH, rngs=nnx.Rngs(0), implementation=implementation)

@@ -1,5 +1,6 @@
 """Every argument of the head ops that cannot be: which error, and that it says what came and what was wanted."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,11 +22,15 @@ WRONG = {
     "a large rope_dim": ((X, SCALE, POSITIONS), dict(rope_dim=10), ("`rope_dim`", "10", "8")),
     "an odd head": ((X[..., :7], None, POSITIONS), {}, ("`rope_dim`", "7")),
     "a small theta": ((X, SCALE, POSITIONS), dict(theta=0.0), ("`theta`", "0.0")),
+    "no theta": ((X, SCALE, POSITIONS), dict(theta=None, freqs_cis=TABLE), ("`theta`", "None")),
+    "an array for a style": ((X, SCALE, POSITIONS), dict(style=np.arange(2)), ("`style`", "array", "'interleaved'")),
     "a style": ((X, SCALE, POSITIONS), dict(style="gptj"), ("`style`", "'gptj'", "'interleaved'")),
     "a placement": ((X, SCALE, POSITIONS), dict(placement="middle"), ("`placement`", "'middle'")),
     "a proportional suffix": ((X, SCALE, POSITIONS), dict(style="proportional", placement="suffix"), ("`placement`", "'suffix'")),
     "an odd proportional head": ((X[..., :7], None, POSITIONS), dict(style="proportional", rope_dim=2), ("`style`", "7")),
     "factors of another length": ((X, SCALE, POSITIONS), dict(freq_factors=jnp.ones(3)), ("`freq_factors`", "[3]", "[4]")),
+    "factors of integers": ((X, SCALE, POSITIONS), dict(freq_factors=[1, 2, 3, 4]), ("`freq_factors`", "int32", "floats")),
+    "factors that are no numbers": ((X, SCALE, POSITIONS), dict(freq_factors=[None] * 4), ("`freq_factors`", "list")),
     "factors of zero": ((X, SCALE, POSITIONS), dict(freq_factors=np.zeros(4, np.float32)), ("`freq_factors`", "0.0", "positive")),
     "a table of rank one": ((X, SCALE, POSITIONS), dict(freqs_cis=TABLE[0]), ("`freqs_cis`", "[8]", "rope_table")),
     "a wide table": ((X, SCALE, POSITIONS), dict(freqs_cis=jnp.ones((5, 10))), ("`freqs_cis.shape[1]`", "10", "8")),
@@ -56,3 +61,19 @@ def test_keys_unlike_the_queries(k, says):
 def test_scales_of_another_length():
     fails(qk_rms_norm_rope, X, X, SCALE, SCALE[:3], POSITIONS, says=("`k_scale`", "[3]", "[8]"))
     fails(qk_rms_norm_rope, X, X, None, None, POSITIONS, scale_offset=1.0, says=("`scale_offset`",))
+
+
+def test_a_position_of_more_than_64_bits():
+    with pytest.raises(ValueError, match="head_rms_norm_rope: `positions` is a int"):
+        head_rms_norm_rope(X, SCALE, 2**70)
+
+
+@pytest.mark.parametrize("options", ({}, dict(freqs_cis=TABLE)), ids=("turns", "a table"))
+def test_theta_must_be_static(options):
+    with pytest.raises(ValueError, match="head_rms_norm_rope: `theta` is a traced value"):
+        jax.jit(lambda theta: head_rms_norm_rope(X, SCALE, POSITIONS, theta=theta, **options))(1e4)
+
+
+def test_factors_may_be_a_list_of_traced_numbers():
+    got = jax.jit(lambda f: head_rms_norm_rope(X, SCALE, POSITIONS, freq_factors=[f, 2.0, 3.0, 4.0]))(1.0)
+    np.testing.assert_allclose(got, head_rms_norm_rope(X, SCALE, POSITIONS, freq_factors=np.array([1.0, 2.0, 3.0, 4.0])), rtol=1e-6, atol=1e-6)

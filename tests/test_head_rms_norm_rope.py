@@ -86,6 +86,14 @@ def test_positions_of_any_integer_dtype(implementation, dtype):
         oracle.assert_same_bits(*got)
 
 
+@pytest.mark.parametrize("far, end", ((2**40, 2**31 - 1), (2**31, 2**31 - 1), (-2**40, -2**31), (2**63 + 5, 2**31 - 1)))
+def test_positions_beyond_int32_are_its_ends_though_jax_would_cut_them(implementation, far, end):
+    x = draw(1, (1, 2, 16))
+    want = head_rms_norm_rope(x, None, end, implementation=implementation)
+    for positions in (far, [far], np.array([far], "int64" if far < 2**63 else "uint64")):
+        oracle.assert_same_bits(head_rms_norm_rope(x, None, positions, implementation=implementation), want)
+
+
 def test_positions_broadcast(implementation):
     x, scale, _ = arguments(16, "float32", lead=(2,))
     for positions in (7, np.arange(3), np.arange(2)[:, None], np.arange(6).reshape(2, 3), np.arange(3)[None]):
@@ -224,17 +232,18 @@ def test_one_kernel_for_everything(implementation):
 
 # ---- transforms ----
 
-def formula(x, scale, positions, style="neox", rope_dim=None, freqs_cis=None):
+def formula(x, scale, positions, style="neox", placement="prefix", rope_dim=None, freqs_cis=None):
     """The textbook, for JAX to differentiate."""
     width = x.shape[-1]
     rope_dim = width if rope_dim is None else rope_dim
     y = plain.rms_norm(x.astype(jnp.float32), scale)
     if freqs_cis is None:
-        angle = positions[..., None].astype(jnp.float32) * np.asarray(oracle.inverse_frequencies(rope_dim, 1e4), np.float32)
+        angle = positions[..., None].astype(jnp.float32) * np.asarray(
+            oracle.inverse_frequencies(rope_dim, 1e4, width if style == "proportional" else None), np.float32)
         cos, sin = jnp.cos(angle), jnp.sin(angle)
     else:
         cos, sin = freqs_cis[positions, ::2], freqs_cis[positions, 1::2]
-    a, b = np.asarray(oracle.pairs_of(width, rope_dim, style, "prefix")).T
+    a, b = np.asarray(oracle.pairs_of(width, rope_dim, style, placement)).T
     c, s = cos[..., None, :], sin[..., None, :]
     return y.at[..., a].set(y[..., a] * c - y[..., b] * s).at[..., b].set(y[..., a] * s + y[..., b] * c).astype(x.dtype)
 
@@ -253,6 +262,36 @@ def test_derivatives(implementation, style, rope_dim):
     for derivative in (lambda f: jax.grad(loss(f), (0, 1)), lambda f: lambda *a: jax.jvp(f, a, (jnp.cos(a[0]), jnp.sin(a[1])))[1],
                        lambda f: jax.jacfwd(jax.grad(loss(f), 1), 1)):
         assert_trees_close(jax.jit(derivative(ours))(x, scale), jax.jit(derivative(theirs))(x, scale), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_derivatives_take_roundings_for_the_identity(implementation, dtype):
+    x, scale, positions = arguments(16, dtype, tokens=9)
+    cotangent = draw(3, x.shape, dtype)
+    casts = (dict(), dict(round_before_rope=True), dict(multiply_before_cast=False))
+    calls = [dict(style=style, placement=placement, rope_dim=8, **cast) for (style, placement), cast in zip(PLACES, (*casts, *casts))]
+
+    @jax.jit
+    def ours(x, scale):
+        return [jax.vjp(lambda x, s: head_rms_norm_rope(x, s, positions, implementation=implementation, **options), x, scale)[1](cotangent)
+                for options in calls]
+
+    for options, (of_x, of_scale) in zip(calls, ours(x, scale)):
+        places = {k: options[k] for k in ("style", "placement", "rope_dim")}
+        wanted, of_scale_wanted = jax.vjp(lambda x, s: formula(x, s, positions, **places), *(a.astype(jnp.float32) for a in (x, scale)))[1](
+            cotangent.astype(jnp.float32))
+        assert of_x.dtype == x.dtype
+        unit = float(jnp.finfo(dtype).eps)
+        # the norm in x's dtype is a factor of the scale's cotangent, the scale in that dtype of x's
+        np.testing.assert_allclose(of_x.astype(jnp.float32), wanted, rtol=2 * unit, atol=unit, err_msg=str(options))
+        assert_trees_close(of_scale, of_scale_wanted, rtol=1e-2, atol=1e-2, what=str(options))
+
+
+def test_frequency_factors_are_a_constant(implementation):
+    x, scale, positions = arguments(8, "float32")
+    op = functools.partial(head_rms_norm_rope, implementation=implementation)
+    gradient = jax.jit(jax.grad(lambda factors: jnp.sin(op(x, scale, positions, freq_factors=factors)).sum()))(jnp.ones(4))
+    oracle.assert_same_bits(gradient, np.zeros(4, np.float32))
 
 
 def test_derivatives_of_a_table_and_of_copies(implementation):
@@ -304,6 +343,14 @@ def test_vmap_over_every_argument(implementation):
         got = jax.jit(jax.vmap(op, axes))(*args)
         want = jnp.stack([op(*(a if axis is None else jnp.take(a, i, axis) for a, axis in zip(args, axes))) for i in range(4)])
         assert_trees_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_over_tables_and_factors(implementation):
+    x, scale, positions = arguments(8, "float32")
+    op = functools.partial(head_rms_norm_rope, x, scale, positions, implementation=implementation)
+    for option, values in (("freqs_cis", draw(3, (4, 90, 8))), ("freq_factors", 1.0 + jnp.arange(16.0).reshape(4, 4))):
+        got = jax.jit(jax.vmap(lambda value: op(**{option: value})))(values)
+        assert_trees_close(got, jnp.stack([op(**{option: value}) for value in values]), rtol=1e-5, atol=1e-5)
 
 
 def test_scan_and_remat(implementation):

@@ -220,6 +220,19 @@ def test_data_that_means_harm(implementation, form):
     assert stored > 50 and none > 50, "these are harmless data"
 
 
+def test_numbers_of_64_bits_are_not_cut_to_those_of_a_page(implementation):
+    """To jnp the NumPy integer 2**32 is 0."""
+    call = make("float32", prompts=(2,), lengths=(0,))
+    args, arrays, static = call.arguments()
+    q, cache, *others = args
+    far = [dataclasses.replace(cache, page_table=np.asarray(cache.page_table).astype(np.int64) + 2**32),
+           dataclasses.replace(cache, lengths=np.asarray(cache.lengths).astype(np.int64) + 2**32)]
+    layers = (1, 1, np.int64(2**32), 2**32)
+    for cache, layer in zip((*far, cache, cache), layers):
+        _, got = qk_rms_norm_rope_paged(q, cache, *others, **arrays, **static, layer=layer, implementation=implementation)
+        oracle.assert_same_bits(got.pages, cache.pages)
+
+
 def test_two_tokens_with_one_row(implementation):
     """Either is stored."""
     if implementation == "metal" and STAND_IN:

@@ -102,9 +102,16 @@ def test_angles_in_turns_are_right_where_float32_products_are_not(theta, width):
     (dict(scaling=dict(rope_type="longrope")), "'longrope'"),
     (dict(scaling=dict(rope_type="yarn", factor=2.0)), "'original_max_position_embeddings'"),
     (dict(scaling=dict(LLAMA3, rope_theta=5e5)), "`theta` is 10000.0"),
+    (dict(scaling="llama3"), "`scaling` is 'llama3'"),
+    (dict(scaling=dict(rope_type="linear", factor="much")), "`scaling['factor']` is 'much'"),
+    (dict(scaling=dict(rope_type="linear", factor=0.0)), "`scaling['factor']` is 0"),
+    (dict(scaling=dict(YARN, beta_fast=-1)), "`scaling['beta_fast']` is -1"),
+    (dict(scaling=dict(LLAMA3, high_freq_factor=1.0)), "`scaling['high_freq_factor']` is 1.0"),
+    (dict(scaling=YARN, theta=1.0), "`theta` is 1.0"),
     (dict(head_dim=16), "`head_dim` is 16"),
     (dict(scaling=dict(rope_type="proportional")), "`head_dim` is None"),
     (dict(scaling=dict(rope_type="proportional"), head_dim=6), "`head_dim` is 6"),
+    (dict(scaling=dict(rope_type="proportional"), head_dim=16.0), "`head_dim` is 16.0"),
 ), ids=str)
 def test_what_cannot_be_is_an_error(arguments, says):
     with pytest.raises(ValueError, match="rope_table: ") as caught:

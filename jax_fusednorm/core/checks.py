@@ -24,8 +24,19 @@ def array(op, argument, value):
         return value
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         fail(op, argument, f"a {type(value).__name__}", f"an array was wanted: {error}")
+
+
+def exact(op, argument, value, kind):
+    """`value` as a JAX array, or if of `kind` (jnp.integer, jnp.floating) as one of NumPy with all its bits, of which JAX may keep half."""
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError):  # traced values in a list
+        return array(op, argument, value)
+    return found if jnp.issubdtype(found.dtype, kind) else array(op, argument, value)
 
 
 def floats(op, argument, value):
@@ -105,7 +116,7 @@ def integer(op, argument, value, at_least=0):
 
 def int32(op, argument, value, shape, what):
     """Integers of `shape`, in which None is any number, as int32: those beyond it count as its ends."""
-    value = array(op, argument, value)
+    value = exact(op, argument, value, jnp.integer)
     if not jnp.issubdtype(value.dtype, jnp.integer) or len(value.shape) != len(shape) or any(n not in (None, m) for n, m in zip(shape, value.shape)):
         fail(op, argument, f"{value.dtype}{list(value.shape)}", f"integers of shape {['any' if n is None else n for n in shape]} were wanted, {what}")
     return clipped(value)
@@ -115,8 +126,8 @@ def clipped(value):
     """Integers as int32, of which those beyond it become its ends."""
     ends, own = jnp.iinfo(jnp.int32), jnp.iinfo(value.dtype)
     if own.max > ends.max:
-        value = jnp.clip(value, max(own.min, ends.min), ends.max)
-    return value.astype(jnp.int32)
+        value = value.clip(max(own.min, ends.min), ends.max)
+    return jnp.asarray(value.astype(jnp.int32))
 
 
 def divisor(op, argument, value, width, of):
@@ -137,7 +148,7 @@ def float_dtype(op, argument, value):
 
 
 def option(op, argument, value, choices):
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         fail(op, argument, f"{value!r}", f"one of {', '.join(map(repr, choices))} was wanted")
     return value
 

@@ -6,6 +6,7 @@ any compiler and math mode. The kernels do the same arithmetic (metal_src/kernel
 """
 
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def rope_table(max_positions, rope_dim, *, theta=10000.0, scaling=None, head_dim
     proportional = _check_scaling(op, scaling, theta) == "proportional"
     if proportional != (head_dim is not None):
         checks.fail(op, "head_dim", f"{head_dim}", "it goes with scaling of the rope_type 'proportional', and with no other")
-    if proportional and not (head_dim % 2 == 0 and rope_dim <= head_dim):
+    if proportional and not (checks.integer(op, "head_dim", head_dim) % 2 == 0 and rope_dim <= head_dim):
         checks.fail(op, "head_dim", f"{head_dim}", f"an even number of at least rope_dim, {rope_dim}, was wanted")
     own, amplitude = inverse_frequencies(rope_dim, theta, scaling, denominator=head_dim)
     table = np.empty((max_positions, (head_dim or rope_dim) // 2, 2), np.float32)
@@ -118,17 +119,29 @@ def rope_table(max_positions, rope_dim, *, theta=10000.0, scaling=None, head_dim
 _NEEDED = {"linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings"),
            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 
+_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+
 
 def _check_scaling(op, scaling, theta):
     """The scaling's rope_type, or None."""
     if scaling is None:
         return None
+    if not isinstance(scaling, Mapping):
+        checks.fail(op, "scaling", f"{scaling!r}", "a Hugging Face rope dictionary was wanted: {'rope_type': 'linear', 'factor': 8.0}")
     kind = scaling.get("rope_type")
     if kind not in SCALINGS:
         checks.fail(op, "scaling", f"of rope_type {kind!r}", f"one of {', '.join(map(repr, SCALINGS))} was wanted")
     missing = [name for name in _NEEDED.get(kind, ()) if scaling.get(name) is None]
     if missing:
         checks.fail(op, "scaling", f"{scaling}", f"rope_type {kind!r} needs {', '.join(map(repr, missing))} too")
+    for name in (*_NEEDED.get(kind, ()), *(_OPTIONAL if kind == "yarn" else ())):
+        if scaling.get(name) is not None and checks.real(op, f"scaling[{name!r}]", scaling[name], at_least=0) == 0 and name in _NEEDED[kind]:
+            checks.fail(op, f"scaling[{name!r}]", "0", "a positive number was wanted")
+    if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        checks.fail(op, "scaling['high_freq_factor']", f"{scaling['high_freq_factor']}",
+                    f"more than its low_freq_factor, {scaling['low_freq_factor']}, was wanted")
+    if kind == "yarn" and theta == 1:
+        checks.fail(op, "theta", "1.0", "more was wanted: rope_type 'yarn' tells pairs apart by their frequencies")
     if scaling.get("rope_theta", theta) != theta:
         checks.fail(op, "theta", f"{theta}", f"the scaling's own rope_theta, {scaling['rope_theta']}, was wanted: pass theta={scaling['rope_theta']}")
     return kind

@@ -6,6 +6,7 @@ from flax.linen.dtypes import canonicalize_dtype
 from jax.nn import initializers
 
 from ..ops.gated_group_rms_norm import gated_group_rms_norm
+from ..ops.qk_rms_norm_rope import qk_rms_norm_rope
 
 ONES = initializers.ones
 
@@ -33,6 +34,15 @@ def gated(module, scale, y, gate):
     return gated_group_rms_norm(
         y, gate, scale, group_size=module.group_size, epsilon=module.epsilon, norm_before_gate=module.norm_before_gate,
         gate_start=module.gate_start, activation=module.activation, rounding=module.rounding, implementation=module.implementation)
+
+
+def rotated(module, scales, q, k, positions, freq_factors, freqs_cis):
+    """What a QKNormRope computes."""
+    q, k = promote(module.dtype, scales[0], q, k)
+    return qk_rms_norm_rope(
+        q, k, *scales, positions, theta=module.theta, rope_dim=module.rope_dim, style=module.style, placement=module.placement,
+        freq_factors=freq_factors, freqs_cis=freqs_cis, epsilon=module.epsilon, scale_offset=module.scale_offset,
+        multiply_before_cast=module.multiply_before_cast, round_before_rope=module.round_before_rope, implementation=module.implementation)
 
 
 def has_kernel(module, x, mask):

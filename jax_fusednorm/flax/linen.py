@@ -7,7 +7,6 @@ from flax import linen
 
 from ..ops.add_rms_norm import add_rms_norm
 from ..ops.matmul_partial_rms_norm import matmul_partial_rms_norm
-from ..ops.qk_rms_norm_rope import qk_rms_norm_rope
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_add import rms_norm_add
 from . import common
@@ -206,8 +205,4 @@ class QKNormRope(linen.Module):
     def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None):
         init = common.initial_scale(self.scale_init, self.scale_offset)
         scales = [_Scale(init, self.param_dtype, name=name)(jnp.shape(q)[-1]) for name in ("q_norm", "k_norm")]
-        q, k = common.promote(self.dtype, scales[0], q, k)
-        return qk_rms_norm_rope(
-            q, k, *scales, positions, theta=self.theta, rope_dim=self.rope_dim, style=self.style, placement=self.placement,
-            freq_factors=freq_factors, freqs_cis=freqs_cis, epsilon=self.epsilon, scale_offset=self.scale_offset,
-            multiply_before_cast=self.multiply_before_cast, round_before_rope=self.round_before_rope, implementation=self.implementation)
+        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis)

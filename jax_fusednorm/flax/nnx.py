@@ -6,7 +6,6 @@ from flax.nnx.nn import dtypes
 
 from ..ops.add_rms_norm import add_rms_norm
 from ..ops.matmul_partial_rms_norm import matmul_partial_rms_norm
-from ..ops.qk_rms_norm_rope import qk_rms_norm_rope
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_add import rms_norm_add
 from . import common
@@ -185,15 +184,17 @@ class QKNormRope(nnx.Module):
     Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is.
     """
 
-    def __init__(self, head_dim, *, dtype=None, param_dtype=jnp.float32, scale_init=None, scale_offset=0.0, scale_metadata=None, rngs,
-                 **options):
+    def __init__(self, head_dim, *, theta=10000.0, rope_dim=None, style="neox", placement="prefix", epsilon=1e-6, scale_offset=0.0,
+                 multiply_before_cast=True, round_before_rope=None, dtype=None, param_dtype=jnp.float32, scale_init=None, implementation=None,
+                 rngs, scale_metadata=None):
         init = common.initial_scale(scale_init, scale_offset)
         self.q_norm = _Scale(head_dim, init, param_dtype, rngs, scale_metadata)
         self.k_norm = _Scale(head_dim, init, param_dtype, rngs, scale_metadata)
         self.head_dim, self.dtype, self.param_dtype = head_dim, dtype, param_dtype
-        self.options = nnx.static({"scale_offset": scale_offset, **options})
+        self.theta, self.rope_dim, self.style, self.placement = theta, rope_dim, style, placement
+        self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
+        self.round_before_rope, self.implementation = round_before_rope, implementation
 
     def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None):
         scales = self.q_norm.scale[...], self.k_norm.scale[...]
-        q, k = common.promote(self.dtype, scales[0], q, k)
-        return qk_rms_norm_rope(q, k, *scales, positions, freq_factors=freq_factors, freqs_cis=freqs_cis, **self.options)
+        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis)

@@ -96,11 +96,11 @@ def make_options(op, width, theta, rope_dim, style, placement, freq_factors, fre
         round_before_rope = not multiply_before_cast
     if not checks.flag(op, "round_before_rope", round_before_rope) and not multiply_before_cast:
         checks.fail(op, "round_before_rope", "False", "multiply_before_cast=False multiplies in x's dtype, and so rounds: leave it None")
+    theta = checks.real(op, "theta", theta, at_least=1)
     if freqs_cis is not None:
         frequencies = _table(op, freqs_cis, theta, rope_dim, freq_factors, width)
         rotated = frequencies.shape[-1]
     else:
-        theta = checks.real(op, "theta", theta, at_least=1)
         rotated = width if rope_dim is None else checks.integer(op, "rope_dim", rope_dim)
         _check_rope_dim(op, "rope_dim", rotated, width)
         own = rope.turns_of(rope.inverse_frequencies(rotated, theta, denominator=width if style == "proportional" else None)[0])
@@ -129,8 +129,7 @@ def _table(op, freqs_cis, theta, rope_dim, freq_factors, width):
 
 def _divided(op, factors, own, theta, style, width):
     pairs = len(own)
-    if not isinstance(factors, jax.Array):
-        factors = np.asarray(factors)
+    factors = checks.exact(op, "freq_factors", factors, jnp.floating)
     if factors.shape != (pairs,) or not jnp.issubdtype(factors.dtype, jnp.floating):
         checks.fail(op, "freq_factors", f"{factors.dtype}{list(factors.shape)}", f"floats of shape [{pairs}] were wanted, one for each pair")
     if isinstance(factors, jax.core.Tracer):
@@ -159,7 +158,7 @@ def checked_positions(op, positions, x, frequencies):
         if frequencies.size:
             checks.fail(op, "positions", "None", "only a head that does not rotate, rope_dim=0, needs none")
         positions = np.zeros((), np.int32)
-    positions = checks.array(op, "positions", positions)
+    positions = checks.exact(op, "positions", positions, jnp.integer)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         checks.fail(op, "positions", f"{positions.dtype}", "integers were wanted: cast them with `.astype(jnp.int32)`")
     try:
