@@ -1,13 +1,15 @@
 """Time matmul_partial_rms_norm against matrix products alone, and the kernel that multiplies against XLA's product before the norm.
 
-    python benchmarks/matmul.py [--shape N K NORMED] [--rows 1,4,12] [--dtypes bfloat16,float32] [--rounds 25] [--check]
+    python benchmarks/matmul.py [--shape N K NORMED] [--rows 1,4,12] [--dtypes bfloat16,float32] [--rounds 25] [--check] [--platform cpu|cuda]
 
-One jitted call each, round by round in rotated order; a figure is the median over the rounds. The weights rotate, so that none is in the
-cache when it is wanted. Ours with few rows ("one kernel") and with many ("XLA and a norm") are both timed for every number of rows: where
+A turn is eight jitted calls in a row, each waited for, as tokens follow one another; round by round in rotated order. A figure is a
+call's time, the median over the rounds. The weights rotate, so that none is in the cache when it is wanted. Ours with few rows ("one kernel") and with many ("XLA and a norm") are both timed for every number of rows: where
 they cross is what FEW_ROWS in jax_fusednorm/ops/matmul_partial_rms_norm.py says. The others multiply, and norm nothing:
 XLA's lax.dot_general in both layouts of the weight, x @ weight.T, and torch's linear where torch can be imported.
 
-At the end, for one row: the claims, PASS or FAIL.
+--platform cuda: microseconds on the device, as gpu.py counts them, and in brackets the kernels of a call; "ours" is what FEW_ROWS chooses.
+
+At the end, on a CPU for one row: the claims, PASS or FAIL.
 """
 
 import argparse
@@ -22,30 +24,35 @@ from rich.console import Console
 from rich.table import Table
 
 import jax_fusednorm
+import run  # before gpu, which needs the path that it makes
+import gpu
 import native
-import run
 
 few_rows = sys.modules["jax_fusednorm.ops.matmul_partial_rms_norm"].FEW_ROWS
 LAYOUTS = {"[N, K]": True, "[K, N]": False}
+CALLS = 8  # of a turn
 
 
-def rotating(call, *weights):
-    """A function of nothing that waits for call(the next weight)."""
-    turn = itertools.cycle(weights)
-    return lambda: call(next(turn))
+def turn_of(call, all_operands):
+    """A function of nothing: call(*the next operands), CALLS times."""
+    following = itertools.cycle(all_operands)
+
+    def turn():
+        for _ in range(CALLS):
+            jax.block_until_ready(call(*next(following)))
+    return turn
 
 
-def ours(x, scale, transpose_b, most):
-    """Compiled with `most` as the most rows of the kernel that multiplies."""
-    op = functools.partial(jax_fusednorm.matmul_partial_rms_norm, transpose_b=transpose_b)
-    compiled, before = jax.jit(lambda weight: op(x, weight, scale)), dict(few_rows)
-    def call(weight):
-        few_rows.update(dict.fromkeys(few_rows, ((most, most),) * 2))
-        try:
-            return jax.block_until_ready(compiled(weight))
-        finally:
-            few_rows.update(before)
-    return call
+def ours(operands, transpose_b, most):
+    """The op, jitted and compiled with `most` as the most rows of the kernel that multiplies."""
+    jitted = jax.jit(functools.partial(jax_fusednorm.matmul_partial_rms_norm, transpose_b=transpose_b))
+    before = dict(few_rows)
+    few_rows.update(dict.fromkeys(few_rows, ((most, most),) * 2))
+    try:
+        jitted(*operands)  # compiles
+    finally:
+        few_rows.update(before)
+    return jitted
 
 
 def contestants(shape, rows, dtype):
@@ -56,18 +63,43 @@ def contestants(shape, rows, dtype):
     of_n_and_k = [jnp.asarray(rng.standard_normal((outputs, width), np.float32), dtype) for _ in range(count)]
     weights = {"[N, K]": of_n_and_k, "[K, N]": [jnp.array(w.T) for w in of_n_and_k]}
     for layout, transpose_b in LAYOUTS.items():
-        product = jax.jit(lambda w, axis=int(transpose_b): jax.lax.dot_general(x, w, (((1,), (axis,)), ((), ()))))
-        yield f"one kernel {layout}", rotating(ours(x, scale, transpose_b, 2**31), *weights[layout])
-        yield f"XLA and a norm {layout}", rotating(ours(x, scale, transpose_b, -1), *weights[layout])
-        yield f"dot_general {layout}", rotating(lambda w, f=product: jax.block_until_ready(f(w)), *weights[layout])
-    transposed = jax.jit(lambda w: x @ w.T)
-    yield "x @ weight.T", rotating(lambda w: jax.block_until_ready(transposed(w)), *of_n_and_k)
+        operands = [(x, w, scale) for w in weights[layout]]
+        product = jax.jit(lambda x, w, _, axis=int(transpose_b): jax.lax.dot_general(x, w, (((1,), (axis,)), ((), ()))))
+        for name, most in (("one kernel", 2**31), ("XLA and a norm", -1)):
+            yield f"{name} {layout}", turn_of(ours(operands[0], transpose_b, most), operands)
+        yield f"dot_general {layout}", turn_of(product, operands)
+    yield "x @ weight.T", turn_of(jax.jit(lambda x, w: x @ w.T), [(x, w) for w in of_n_and_k])
     try:
         import torch
     except ImportError:
         return
     of_torch = [torch.from_numpy(np.array(a, np.float32)).to(getattr(torch, dtype)) for a in (x, *of_n_and_k)]
-    yield "torch", rotating(lambda w: torch.nn.functional.linear(of_torch[0], w), *of_torch[1:])
+    yield "torch", turn_of(torch.nn.functional.linear, [(of_torch[0], w) for w in of_torch[1:]])
+
+
+def on_gpu(shape, rows, dtype):
+    """{contestant: (us on the device, kernels)}"""
+    outputs, width, normed = shape
+    keys = jax.random.split(jax.random.key(0), 1 + int(2 * gpu.CACHE // (outputs * width * jnp.dtype(dtype).itemsize)) + 1)
+    x, scale = jax.random.normal(keys[0], (rows, width), dtype), jnp.ones(normed, dtype)
+    found = {}
+    for layout, transpose_b in LAYOUTS.items():
+        operands = [(x, jax.random.normal(key, (outputs, width) if transpose_b else (width, outputs), dtype), scale) for key in keys[1:]]
+        op = functools.partial(jax_fusednorm.matmul_partial_rms_norm, transpose_b=transpose_b)
+        forms = {"ours": jax.jit(op), "our jnp": jax.jit(functools.partial(op, implementation="jnp")),
+                 "one kernel": ours(operands[0], transpose_b, 2**31), "XLA and a norm": ours(operands[0], transpose_b, -1)}
+        measured = gpu.measure({name: (form, jax.block_until_ready, operands) for name, form in forms.items()})
+        found |= {f"{name} {layout}": of for name, of in measured.items()}
+    return found
+
+
+def main_on_gpu(arguments, console):
+    for dtype in arguments.dtypes.split(","):
+        found = {rows: on_gpu(arguments.shape, rows, dtype) for rows in map(int, arguments.rows.split(","))}
+        table = Table("rows", *next(iter(found.values())), title=f"{dtype} {list(arguments.shape)}: microseconds (kernels)")
+        for rows, of in found.items():
+            table.add_row(str(rows), *(f"{us:.1f} ({kernels})" for us, kernels in of.values()))
+        console.print(table)
 
 
 def main():
@@ -77,13 +109,17 @@ def main():
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every claim holds")
+    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
-    triad, claims, rates, console = native.Triad(), [], {}, Console(width=None if sys.stdout.isatty() else 180)
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    if arguments.platform == "cuda":
+        return main_on_gpu(arguments, console)
+    triad, claims, rates = native.Triad(), [], {}
     for dtype in arguments.dtypes.split(","):
         table = Table("rows", title=f"{dtype} {list(arguments.shape)}: milliseconds, and GB/s of weight")
         for rows in map(int, arguments.rows.split(",")):
             triad.run(run.PAUSE)
-            times = {name: np.median(t) for name, t in run.measure(dict(contestants(arguments.shape, rows, dtype)), arguments.rounds).items()}
+            times = {name: np.median(t) / CALLS for name, t in run.measure(dict(contestants(arguments.shape, rows, dtype)), arguments.rounds).items()}
             moved = arguments.shape[0] * arguments.shape[1] * jnp.dtype(dtype).itemsize
             if len(table.columns) == 1:
                 for name in times:

@@ -1,9 +1,44 @@
 """python -m jax_fusednorm info | selftest | bench"""
 
 import argparse
+import os
+import pathlib
 import sys
 
-from .cli import bench, info, selftest
+from .cli import bench, calls, info, selftest
+from .core import checks, lowering
+
+
+def some_of(known):
+    """An argument of names with commas between."""
+    def names(text):
+        found = text.split(",")
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+        return list(dict.fromkeys(found))
+    return names
+
+
+def count(text):
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return number
+
+
+def counts(text):
+    return list(map(count, text.split(",")))
+
+
+def file(text):
+    """A path that can be written, which is better known before hours of measuring than after."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: it names no file in a folder that there is")
+    return path
 
 
 def main(arguments=None):
@@ -14,19 +49,25 @@ def main(arguments=None):
                                       formatter_class=argparse.RawDescriptionHelpFormatter)
         command.set_defaults(run=module.main)
         if module is not info:
-            command.add_argument("--ops", metavar="OP,OP", help="some ops; all by default")
-            command.add_argument("--implementations", metavar="A,B", help="some of jnp, host, metal, cuda; by default all that can run here")
+            command.add_argument("--ops", type=some_of([call.name for call in calls.CALLS]), metavar="OP,OP", help="some ops; all by default")
+            command.add_argument("--implementations", type=some_of(lowering.IMPLEMENTATIONS), metavar="A,B",
+                                 help="some of jnp, host, metal, cuda; by default all that can run here")
         if module is selftest:
-            command.add_argument("--dtypes", metavar="A,B", help="some of float32, bfloat16, float16; all by default")
-            command.add_argument("--report", metavar="FILE", default="jax_fusednorm-selftest.txt", help="where the report goes (%(default)s)")
+            command.add_argument("--dtypes", type=some_of(checks.STORAGE), default=list(checks.STORAGE), metavar="A,B",
+                                 help="some of float32, bfloat16, float16; all by default")
+            command.add_argument("--report", type=file, metavar="FILE", default="jax_fusednorm-selftest.txt", help="where the report goes (%(default)s)")
         if module is bench:
-            command.add_argument("--dtype", default="bfloat16")
-            command.add_argument("--tokens", default="1,16,2048", metavar="A,B", help="how many tokens a call has (%(default)s)")
-            command.add_argument("--rounds", type=int, default=15, help="how often each figure is taken (%(default)s)")
-            command.add_argument("--json", metavar="FILE", help="write every figure there")
-            command.add_argument("--plot", metavar="FILE", help="draw the rates over the bytes moved, as a PNG; needs matplotlib")
+            command.add_argument("--dtype", choices=checks.STORAGE, default="bfloat16")
+            command.add_argument("--tokens", type=counts, default="1,16,2048", metavar="A,B", help="how many tokens a call has (%(default)s)")
+            command.add_argument("--rounds", type=count, default=15, help="how often each figure is taken (%(default)s)")
+            command.add_argument("--json", type=file, metavar="FILE", help="write every figure there")
+            command.add_argument("--plot", type=file, metavar="FILE",
+                                 help="draw a roofline there, a PNG: operations a second over operations a byte; needs matplotlib")
     chosen = parser.parse_args(arguments)
-    return chosen.run(chosen)
+    try:
+        return chosen.run(chosen)
+    except NotImplementedError as error:  # a kernel that was asked for by name and cannot run
+        parser.exit(1, f"jax_fusednorm: {error}\n")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Call:
         _, _, simdgroups, teams = standin.shape(self.width, self.dtype.itemsize)
         placed = {id(a): Array(a) for a in self.arrays}
         arrays = [placed[id(a)] for a in self.arrays]
-        return launch(pipeline, arrays, self.params, -(-self.teams // teams), teams * simdgroups * 32, max(8 * simdgroups, 16)), arrays
+        return launch(pipeline, arrays, self.params, -(-self.teams // teams), teams * simdgroups * 32, 16 * simdgroups), arrays
 
 
 def call(kernel, variant, rows, width):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import cases
@@ -16,6 +17,7 @@ from jax_fusednorm import __main__
 from jax_fusednorm.cli import calls, report
 
 ROOT = pathlib.Path(__file__).parent.parent
+OTHER = "cuda" if jax.default_backend() == "cpu" else "host"  # a kernel that does not run on JAX's platform
 
 
 def run(*arguments, status=0, **environment):
@@ -120,7 +122,27 @@ def test_tables_fit_any_width_and_need_no_colour(width, monkeypatch, capsys):
     assert made.text == ("a title\nop, dtype                       jnp  host\ngated_group_rms_norm, bfloat16   ok  FAIL\n\na line\n")
 
 
-@pytest.mark.parametrize("arguments", (["selftest", "--ops", "layer_norm"], ["bench", "--ops", "rms_norm,layer_norm"]))
-def test_an_unknown_op_is_refused_with_the_known_ones(arguments):
-    with pytest.raises(SystemExit, match=r"there is no op layer_norm; there are rms_norm, add_rms_norm"):
-        __main__.main(arguments)
+@pytest.mark.parametrize("arguments, says", (
+    ("selftest --ops layer_norm", "argument --ops: there is no 'layer_norm'; there are rms_norm, add_rms_norm"),
+    ("bench --ops rms_norm,layer_norm,", "there is no 'layer_norm', ''; there are rms_norm"),
+    ("selftest --dtypes float32,float8", "argument --dtypes: there is no 'float8'; there are float32, bfloat16, float16"),
+    ("selftest --implementations jnp,gpu", "argument --implementations: there is no 'gpu'; there are auto, jnp"),
+    ("selftest --report nowhere/report.txt", "argument --report: 'nowhere/report.txt' cannot be written"),
+    ("selftest --report .", "argument --report: '.' cannot be written"),
+    ("bench --json nowhere/figures.json", "argument --json: 'nowhere/figures.json' cannot be written"),
+    ("bench --plot nowhere/figures.png", "argument --plot: 'nowhere/figures.png' cannot be written"),
+    ("bench --dtype int8", "argument --dtype: invalid choice: 'int8'"),
+    ("bench --tokens 1,many", "argument --tokens: 'many' is no number of at least 1"),
+    ("bench --tokens 0", "argument --tokens: '0' is no number of at least 1"),
+    ("bench --rounds -1", "argument --rounds: '-1' is no number of at least 1")))
+def test_a_wrong_argument_is_refused_before_anything_runs(arguments, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(arguments.split())
+    assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_bench_of_a_kernel_that_cannot_run_says_why(capsys):
+    """A selftest reports it with its other findings."""
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(["bench", "--ops", "rms_norm", "--tokens", "1", "--rounds", "1", "--implementations", OTHER])
+    assert stopped.value.code == 1 and f"implementation='{OTHER}' was asked for, but there are no {OTHER} kernels" in capsys.readouterr().err

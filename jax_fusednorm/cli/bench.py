@@ -7,7 +7,6 @@ the results once.
 import functools
 import json
 import math
-import pathlib
 
 import jax
 import numpy as np
@@ -42,8 +41,8 @@ def run(arguments):
     """The record of every contestant of every call."""
     # a stand-in for Metal's driver is no GPU
     own = [k for k in calls.kernels() if k != "metal" or lowering.on_apple_silicon()]
-    implementations = arguments.implementations.split(",") if arguments.implementations else [*own, "jnp"]
-    todo = [(call, int(tokens)) for call in calls.chosen(arguments.ops) for tokens in arguments.tokens.split(",")]
+    implementations = arguments.implementations or [*own, "jnp"]
+    todo = [(call, tokens) for call in calls.chosen(arguments.ops) for tokens in arguments.tokens]
     records = []
     with progress(len(todo)) as step:
         for call, tokens in todo:
@@ -68,8 +67,8 @@ def rows_of(groups):
         best = min((r["median_s"] for name, r in found.items() if name not in ("jnp", COPY)), default=math.nan)
         figures = [f"{1e6 * r['median_s']:.{1 if r['median_s'] < 1e-4 else 0}f}{'?' if r['spread'] > NOISE else ''}" for r in found.values()]
         moved = next(iter(found.values()))["bytes"]
-        versus = [f"{found[name]['median_s'] / best:.2f}x" if name in found else "" for name in ("jnp", COPY)]
-        yield [f"{op}, {tokens}", f"{moved / 1e6:.3g}", *figures, f"{1e-9 * moved / best:.3g}", *versus]
+        rate = [f"{1e-9 * moved / best:.3g}", *(f"{found[name]['median_s'] / best:.2f}x" if name in found else "" for name in ("jnp", COPY))]
+        yield [f"{op}, {tokens}", f"{moved / 1e6:.3g}", *figures, *([""] * 3 if math.isnan(best) else rate)]
 
 
 def break_even(groups):
@@ -133,7 +132,7 @@ def main(arguments):
         report.line(f"metal is faster than host from {least} bytes on; {lowering.METAL_VARIABLE}={least} lets auto know "
                     f"(now: {lowering.METAL_MIN_BYTES:.0f})")
     if arguments.json:
-        pathlib.Path(arguments.json).write_text(json.dumps({"machine": about, "records": records}, indent=1), encoding="utf-8")
+        arguments.json.write_text(json.dumps({"machine": about, "records": records}, indent=1), encoding="utf-8")
         report.line(f"written to {arguments.json}")
     if arguments.plot:
         try:

@@ -72,12 +72,9 @@ CALLS = (
 
 
 def chosen(names):
-    """The calls of these ops, named with commas between; all where none is named."""
+    """The calls of these ops; all where none is named."""
     known = {call.name: call for call in CALLS}
-    wanted = names.split(",") if names else list(known)
-    if unknown := set(wanted) - set(known):
-        raise SystemExit(f"jax_fusednorm: there is no op {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
-    return [known[name] for name in wanted]
+    return [known[name] for name in names or known]
 
 
 def shapes(call, tokens, width, dtype):

@@ -1,13 +1,12 @@
 """Compares every op, in every dtype and on every implementation this machine has, with the same op in float64."""
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fusednorm.core import checks, selfcheck
+from jax_fusednorm.core import selfcheck
 
 from . import calls, info
 from .report import Report, progress
@@ -78,12 +77,11 @@ def main(arguments):
     report, failures, rows = Report(), [], []
     for line in info.describe():
         report.line(line)
-    implementations = arguments.implementations.split(",") if arguments.implementations else ["jnp", *calls.kernels()]
-    dtypes = arguments.dtypes.split(",") if arguments.dtypes else list(checks.STORAGE)
+    implementations = arguments.implementations or ["jnp", *calls.kernels()]
     chosen = calls.chosen(arguments.ops)
-    with progress(len(chosen) * len(dtypes)) as step:
+    with progress(len(chosen) * len(arguments.dtypes)) as step:
         for call in chosen:
-            for dtype in dtypes:
+            for dtype in arguments.dtypes:
                 step(f"{call.name}, {dtype}")
                 found = compare(call, dtype, implementations)
                 rows.append([f"{call.name}, {dtype}", *("FAIL" if found[i] else "ok" for i in implementations)])
@@ -93,6 +91,6 @@ def main(arguments):
         report.line(failure, style="red")
     report.line(f"{len(failures)} of {len(rows) * len(implementations)} comparisons failed" if failures else "everything is right",
                 style="bold red" if failures else "bold green")
-    pathlib.Path(arguments.report).write_text(report.text, encoding="utf-8")
+    arguments.report.write_text(report.text, encoding="utf-8")
     report.line(f"written to {arguments.report}" + (": please send it with a bug report" if failures else ""))
     return 1 if failures else 0

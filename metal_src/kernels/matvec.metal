@@ -2,62 +2,112 @@
 // A row is summed in the same order whatever the number of rows.
 #include "norm.h"
 
-// outputs_a_team rows of a weight [outputs, width].
-template <typename T, int V, int R>
-struct WeightRows {
-  Fetched<T, V, R> w0, w1, w2, w3;
+// Row n of a weight [outputs, width]; after the last one comes the last one again.
+template <int V, int R, typename T, typename TEAM>
+inline Fetched<T, V, R> fetch_weight(device const T* weight, uint n, constant MatvecParams& p, TEAM team, int mine) {
+  return fetch<V, R>(weight + long(n < p.outputs ? n : p.outputs - 1) * p.width, team, mine);
+}
+
+// A team in which a thread that has fewer packs than others reads the row's last one, too: no load waits for a branch, and the memory reads
+// nothing twice.
+template <int SG>
+struct Clamped {
+  Team<SG> team;
+  int last;
+  inline int at(int c) const { return team.at(c) < last ? team.at(c) : last; }
 };
 
-// Row n; after the last one comes the last one again.
-template <int V, int R, typename T, int SG>
-inline Fetched<T, V, R> fetch_weight(device const T* weight, uint n, uint width, uint outputs, Team<SG> team, int mine) {
-  return fetch<V, R>(weight + long(n < outputs ? n : outputs - 1) * width, team, mine);
+// This thread's part of the sum over a row: that of the packs which are `mine`.
+template <int V, int R, typename T, typename TEAM>
+inline float part(Fetched<T, V, R> x, Fetched<T, V, R> w, TEAM team, int mine) {
+  float sum = 0;
+  const int count = R > 0 ? R : mine;
+  FOR_SUM(c, R, count, sum) {
+    const float of_pack = dot(x.get(c, team.at(c)), w.get(c, team.at(c)));
+    sum += R == 0 || c < mine ? of_pack : 0.0f;
+  }
+  return sum;
 }
 
-template <typename T, int SG>
-inline void store_outputs(device T* out, uint left, Team<SG> team, Floats<2> low, Floats<2> high) {
-  if (team.rank != 0) return;
-  out[0] = T(low.v[0]);
-  if (left > 1) out[1] = T(low.v[1]);
-  if (left > 2) out[2] = T(high.v[0]);
-  if (left > 3) out[3] = T(high.v[1]);
+// The parts of outputs n and after in sums, of a row of x and, if PAIR, of the next one too, which then share what is loaded of the weight.
+// x and a row of the weight are in registers, and the next row is on its way. PAIR changes no order of summation.
+template <bool PAIR, int V, int R, typename T, int SG>
+inline void multiply(device const T* x, device const T* weight, constant MatvecParams& p, uint n, Team<SG> team, int mine,
+                     thread float* sums, thread float* next_sums) {
+  const Clamped<SG> clamped = {team, int(p.width) / V - 1};
+  Fetched<T, V, R> w = fetch_weight<V, R>(weight, n, p, clamped, R);
+  const Fetched<T, V, R> a = fetch<V, R>(x, clamped, R), b = fetch<V, R>(PAIR ? x + p.width : x, clamped, R);
+  UNROLL for (uint i = 0; i < outputs_a_team; ++i) {
+    Fetched<T, V, R> next = w;
+    if (i + 1 < outputs_a_team) next = fetch_weight<V, R>(weight, n + i + 1, p, clamped, R);
+    sums[i] = part(a, w, clamped, mine);
+    if (PAIR) next_sums[i] = part(b, w, clamped, mine);
+    w = next;
+  }
 }
 
-// Outputs n and after of a row of x, or of two, which then share what is loaded of the weight. PAIR changes no order of summation.
-template <bool PAIR, typename T, int V, int R, int SG>
-inline void multiply(device const T* x, WeightRows<T, V, R> w, device T* product, constant MatvecParams& p, uint row, uint n,
-                     Team<SG> team, int mine) {
-  device const T* a = x + long(row) * p.width;
-  device const T* b = PAIR ? a + p.width : a;
+// The same where a row is too wide for that, and on the host: the rows of the weight side by side, so that as many loads are under way.
+template <bool PAIR, int V, typename T, int SG>
+inline void multiply_in_memory(device const T* x, device const T* weight, constant MatvecParams& p, uint n, Team<SG> team, int mine,
+                               thread float* sums, thread float* next_sums) {
+  const Fetched<T, V, 0> w0 = fetch_weight<V, 0>(weight, n, p, team, mine), w1 = fetch_weight<V, 0>(weight, n + 1, p, team, mine),
+                         w2 = fetch_weight<V, 0>(weight, n + 2, p, team, mine), w3 = fetch_weight<V, 0>(weight, n + 3, p, team, mine);
   float a0 = 0, a1 = 0, a2 = 0, a3 = 0, b0 = 0, b1 = 0, b2 = 0, b3 = 0;
-  FOR_SUM(c, R, mine, a0, a1, a2, a3, b0, b1, b2, b3) {
+  FOR_SUM(c, 0, mine, a0, a1, a2, a3, b0, b1, b2, b3) {
     const int i = team.at(c);
-    const Floats<V> w0 = w.w0.get(c, i), w1 = w.w1.get(c, i), w2 = w.w2.get(c, i), w3 = w.w3.get(c, i);
-    const Floats<V> f = load_pack<V>(a, i);
+    const Floats<V> f0 = w0.get(c, i), f1 = w1.get(c, i), f2 = w2.get(c, i), f3 = w3.get(c, i);
+    const Floats<V> f = load_pack<V>(x, i);
     Floats<V> g = f;
-    if (PAIR) g = load_pack<V>(b, i);
+    if (PAIR) g = load_pack<V>(x + p.width, i);
     UNROLL for (int k = 0; k < V; ++k) {
-      a0 += f.v[k] * w0.v[k];
-      a1 += f.v[k] * w1.v[k];
-      a2 += f.v[k] * w2.v[k];
-      a3 += f.v[k] * w3.v[k];
+      a0 += f.v[k] * f0.v[k];
+      a1 += f.v[k] * f1.v[k];
+      a2 += f.v[k] * f2.v[k];
+      a3 += f.v[k] * f3.v[k];
       if (PAIR) {
-        b0 += g.v[k] * w0.v[k];
-        b1 += g.v[k] * w1.v[k];
-        b2 += g.v[k] * w2.v[k];
-        b3 += g.v[k] * w3.v[k];
+        b0 += g.v[k] * f0.v[k];
+        b1 += g.v[k] * f1.v[k];
+        b2 += g.v[k] * f2.v[k];
+        b3 += g.v[k] * f3.v[k];
       }
     }
   }
-  device T* out = product + long(row) * p.outputs + n;
-  store_outputs(out, p.outputs - n, team, team.sums(a0, a1), team.sums(a2, a3));
-  if (PAIR) store_outputs(out + p.outputs, p.outputs - n, team, team.sums(b0, b1), team.sums(b2, b3));
+  sums[0] = a0, sums[1] = a1, sums[2] = a2, sums[3] = a3;
+  next_sums[0] = b0, next_sums[1] = b1, next_sums[2] = b2, next_sums[3] = b3;
 }
 
-// weight [outputs, width]: a team has outputs_a_team rows of it, and keeps them in registers if R > 0.
+template <typename T, int SG>
+inline void store_sums(device T* out, uint left, Team<SG> team, thread float* sums) {
+  const int count = left < outputs_a_team ? int(left) : outputs_a_team;
+  if (team.size() == 1) {
+    for (int i = 0; i < count; ++i) out[i] = T(sums[i]);
+    return;
+  }
+  int which;
+  const float sum = team.template sums<outputs_a_team>(sums, which);
+  if (which < count) out[which] = T(sum);
+}
+
+template <bool PAIR, int V, int R, typename T, int SG>
+inline void make_outputs(device const T* x, device const T* weight, device T* product, constant MatvecParams& p, uint n, Team<SG> team, int mine) {
+  float sums[outputs_a_team], next_sums[outputs_a_team];
+  if (R > 0) {
+    multiply<PAIR, V, R>(x, weight, p, n, team, mine, sums, next_sums);
+  } else if (team.size() == 1 && sizeof(T) == 2 && !PAIR) {
+    // of the ways that a CPU could take, the one whose loads its prefetcher foresees
+    for (uint i = 0; i < outputs_a_team; ++i)
+      sums[i] = part(fetch<V, 0>(x, team, mine), fetch_weight<V, 0>(weight, n + i, p, team, mine), team, mine);
+  } else {
+    multiply_in_memory<PAIR, V>(x, weight, p, n, team, mine, sums, next_sums);
+  }
+  store_sums(product + n, p.outputs - n, team, sums);
+  if (PAIR) store_sums(product + p.outputs + n, p.outputs - n, team, next_sums);
+}
+
+// weight [outputs, width]: a team has outputs_a_team rows of it.
 // 0 x [rows, width] · 1 weight · 2 product [rows, outputs] T · 3 params
 // grid: ceil(teams / TEAMS) threadgroups of TEAMS * SG * 32 threads, teams = ceil(outputs / outputs_a_team); TEAMS == 1 when SG > 1.
-// threadgroup memory: 2 SG floats. bytes: 1 read of weight (R = 0: one for two rows of x, all but the first from the cache), and of x a team.
+// threadgroup memory: outputs_a_team * SG floats. bytes: for two rows of x 1 read of weight, all but the first from the cache, and of x a team.
 template <typename T, int V, int R, int SG, int TEAMS>
 kernel void matvec(
     device const T* x [[buffer(0)]],
@@ -72,14 +122,10 @@ kernel void matvec(
   if (n >= p.outputs) return;
   const Team<SG> team = team_of<SG>(lane, simdgroup, scratch);
   const int mine = team.share(int(p.width) / V);
-  WeightRows<T, V, R> w;
-  w.w0 = fetch_weight<V, R>(weight, n, p.width, p.outputs, team, mine);
-  w.w1 = fetch_weight<V, R>(weight, n + 1, p.width, p.outputs, team, mine);
-  w.w2 = fetch_weight<V, R>(weight, n + 2, p.width, p.outputs, team, mine);
-  w.w3 = fetch_weight<V, R>(weight, n + 3, p.width, p.outputs, team, mine);
   uint row = 0;
-  for (; row + 2 <= p.rows; row += 2) multiply<true>(x, w, product, p, row, n, team, mine);
-  if (row < p.rows) multiply<false>(x, w, product, p, row, n, team, mine);
+  for (; row + 2 <= p.rows; row += 2, x += 2 * p.width, product += 2 * p.outputs)
+    make_outputs<true, V, R>(x, weight, product, p, n, team, mine);
+  if (row < p.rows) make_outputs<false, V, R>(x, weight, product, p, n, team, mine);
 }
 
 // sums += x[k] * weight[k], for `count` rows k of weight: every n-th, so that as many loads are under way.

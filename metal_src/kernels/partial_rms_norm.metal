@@ -34,6 +34,8 @@ kernel void partial_rms_norm(
     squares += dot(s, s);
     kept.put(c, s);
   }
+  device const T* others_y = y + p.width;  // copied while the sum is on its way
+  FOR_MINE(c, 0, others) store_pack<V>(rest, team.at(c), load_pack<V>(others_y, team.at(c)));
   const float r = rsqrt(team.sum(squares) / float(p.width) + p.epsilon);
   const float offset = p.scale_offset;
   FOR_MINE(c, R, mine) {
@@ -41,6 +43,4 @@ kernel void partial_rms_norm(
     const Floats<V> s = R > 0 ? kept.get(c) : ys.get(c, i);
     store_pack<V>(normed, i, scaled<T, IN_T>(s, r, scales.get(c, i), offset));
   }
-  y += p.width;
-  FOR_MINE(c, 0, others) store_pack<V>(rest, team.at(c), load_pack<V>(y, team.at(c)));
 }

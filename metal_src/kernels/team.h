@@ -5,7 +5,7 @@
 template <int SG>
 struct Team {
   int rank;                    // this thread's place in the team
-  threadgroup float* partial;  // 2 SG floats
+  threadgroup float* partial;  // 4 SG floats
 
   inline int size() const { return SG * SIMD_WIDTH; }
 
@@ -42,6 +42,32 @@ struct Team {
       total.v[0] += partial[s];
       total.v[1] += partial[SG + s];
     }
+    return total;
+  }
+
+  // The same of N values, a power of two up to 4: each comes to one thread, whose `which` says of which it has the sum; the
+  // others have N there. At every step two threads share out the values of which both have a part.
+  template <int N>
+  inline float sums(thread float* x, thread int& which) const {
+    const int lane = rank % SIMD_WIDTH;
+    UNROLL for (int half = N / 2; half > 0; half /= 2) {
+      const int apart = half * SIMD_WIDTH / N;
+      const bool upper = (lane & apart) != 0;
+      UNROLL for (int i = 0; i < half; ++i) {
+        const float given = upper ? x[i] : x[i + half], kept = upper ? x[i + half] : x[i];
+        x[i] = kept + simd_shuffle_xor(given, ushort(apart));
+      }
+    }
+    UNROLL for (int apart = SIMD_WIDTH / N / 2; apart > 0; apart /= 2) x[0] += simd_shuffle_xor(x[0], ushort(apart));
+    which = lane * N % SIMD_WIDTH == 0 ? lane * N / SIMD_WIDTH : N;
+    if (SG == 1) return x[0];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (which < N) partial[rank / SIMD_WIDTH * N + which] = x[0];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    which = rank < N ? rank : N;
+    float total = 0;
+    if (rank < N)
+      for (int of = 0; of < SG; ++of) total += partial[of * N + rank];
     return total;
   }
 };

@@ -67,8 +67,8 @@ constexpr Shape shape_of(uint32_t width, int element_bytes, bool aligned = true,
   return shape.sg * shape.teams <= most ? shape : Shape{shape.v, 0, most, 1};
 }
 
-// Bytes of threadgroup memory.
-constexpr int scratch_of(Shape shape) { return shape.sg > 1 ? 2 * shape.sg * int(sizeof(float)) : 0; }
+// Bytes of threadgroup memory: up to four sums of each simdgroup.
+constexpr int scratch_of(Shape shape) { return shape.sg > 1 ? 4 * shape.sg * int(sizeof(float)) : 0; }
 
 // Threads that must share a head for a shape to fill it; 0 if none can.
 constexpr int lanes_that_fill(uint32_t width, int element_bytes, Shape shape) {

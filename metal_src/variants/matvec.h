@@ -2,7 +2,7 @@
 #include "variants/variants.h"
 
 static Entry find_matvec(const Argument* a) {
-  return with_storage(a[0], [&](auto t) { return ENTRY((matvec<TYPE(t), SHAPE(READ_AGAIN)>)); });
+  return with_storage(a[0], [&](auto t) { return ENTRY_AMONG_MANY((matvec<TYPE(t), SHAPE(READ_AGAIN)>)); });
 }
 FINDER(matvec)
 

@@ -9,7 +9,8 @@ using cuda::Entry;
 
 constexpr Shape shape = shape_at(STEP, BYTES);
 constexpr int threads = shape.sg * shape.teams * SIMD_WIDTH;
-constexpr int blocks = 512 / threads;  // at least, of a multiprocessor: 128 registers a thread at most
+// Of a multiprocessor, at least: 128 registers a thread at most, or 64 of a kernel that keeps little and should have much on its way.
+constexpr int resident_threads = 512, many_resident_threads = shape.r > 2 ? 512 : 1024;
 
 // Turns a kernel into a __global__ function: buffers by position, the params by value; a simdgroup is a warp, a threadgroup a block.
 template <typename T>
@@ -21,21 +22,23 @@ struct Passed<const T&> {
   typedef T type;
 };
 
-template <auto K, typename... B>
-__global__ void __launch_bounds__(threads, blocks) entry(B... buffers) {
+template <int resident, auto K, typename... B>
+__global__ void __launch_bounds__(threads, resident / threads) entry(B... buffers) {
   extern __shared__ float scratch[];
   K(buffers..., scratch, blockIdx.x, threadIdx.x % SIMD_WIDTH, threadIdx.x / SIMD_WIDTH);
 }
 
-template <auto K, typename... P, std::size_t... I>
+template <int resident, auto K, typename... P, std::size_t... I>
 Entry entry_of(void (*)(P...), std::index_sequence<I...>) {
-  return reinterpret_cast<Entry>(&entry<K, typename Passed<std::tuple_element_t<I, std::tuple<P...>>>::type...>);
+  return reinterpret_cast<Entry>(&entry<resident, K, typename Passed<std::tuple_element_t<I, std::tuple<P...>>>::type...>);
 }
 
 #define STORAGE(T) (sizeof(T) == BYTES)
 #define PAIRS_FIT(pairs) (shape.v % pairs::elements == 0 && (pairs::packs == 1 || (shape.r > 0 && shape.r % pairs::packs == 0)))  // into packs
 // The shape says what is kept; R is the host's choice.
 #define SHAPE(R) shape.v, shape.r, shape.sg, shape.teams
-#define ENTRY(K) entry_of<&K>(&K, std::make_index_sequence<buffers_of(&K)>{})
+#define ENTRY_AMONG(resident, K) entry_of<resident, &K>(&K, std::make_index_sequence<buffers_of(&K)>{})
+#define ENTRY(K) ENTRY_AMONG(resident_threads, K)
+#define ENTRY_AMONG_MANY(K) ENTRY_AMONG(many_resident_threads, K)
 #define FINDER(name) static const cuda::Register register_##name(#name, STEP, BYTES, find_##name);
 #include VARIANTS

@@ -25,6 +25,7 @@ void entry(void* const* buffers, float* scratch, unsigned first, unsigned last) 
 #define STORAGE(T) true
 #define PAIRS_FIT(pairs) (pairs::packs == 1)  // a thread has whole heads: halves are as any others
 #define ENTRY(K) static_cast<Entry>(&entry<&K>)
+#define ENTRY_AMONG_MANY ENTRY
 #define FINDER(name) const host::Register register_##name(#name, host::LEVEL, find_##name);
 #include VARIANTS
 
