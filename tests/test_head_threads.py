@@ -101,6 +101,21 @@ def test_pairs_are_found_in_the_threads_own_registers_where_they_can_be(standin)
         assert f"{pairs}, 1, 2>" in standin.dispatched().kernel.decode()
 
 
+@pytest.mark.skipif(not cases.STAND_IN, reason="no stand-in for Metal's driver: `make test` brings one")
+def test_few_tokens_are_spread_over_many_simdgroups_and_a_token_s_angles_are_read_once_by_each(standin):
+    width, heads, k_heads, pairs = 128, 9, 3, 64  # three walks over the heads of x, and one over those of k
+    inverse, rope, scales = inverse_frequencies(pairs), Rope(NEOX, pairs), [draw_scale(i, width, "bfloat16") for i in (30, 31)]
+    for tokens, parts in ((1, 4), (700, 2), (1100, 1)):
+        x, k, positions = draw(28, (tokens, heads, width), "bfloat16"), draw(29, (tokens, k_heads, width), "bfloat16"), np.arange(tokens) * 31
+        standin.reset()
+        both = jax.block_until_ready(run("metal", x, positions, turns_of(inverse), rope, k, *scales, has_k=True))
+        done, angles = standin.dispatched(), angles_of(positions, inverse)
+        assert (done.groups, done.threads) == (-(-tokens * parts // 2), 64)
+        assert done.buffers[3].read == tokens * parts * pairs * 8
+        for got, a, scale in zip(both, (x, k), scales):
+            assert_turned(got, *want_of(np.asarray(a), np.cos(angles), np.sin(angles), rope, scale=np.asarray(scale)), "bfloat16")
+
+
 # ---- instruction sets
 
 class Params(ctypes.Structure):
