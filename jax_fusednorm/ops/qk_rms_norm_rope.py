@@ -33,7 +33,7 @@ def qk_rms_norm_rope(q, k, q_scale, k_scale, positions, *, theta=10000.0, rope_d
       NotImplementedError: a kernel was asked for by name and cannot run.
 
     Derivatives of every order and mode exist for q, k, the scales and freqs_cis; roundings count as the identity.
-    Formulas: as in `head_rms_norm_rope`. The model families that norm queries and keys: Qwen3, Gemma 3, OLMo 2.
+    Formulas: as in `head_rms_norm_rope`. The model families that norm each head of queries and keys: Qwen3, Gemma 3.
     """
     op = "qk_rms_norm_rope"
     q, k = checks.heads(op, "q", q), checks.heads(op, "k", k)
