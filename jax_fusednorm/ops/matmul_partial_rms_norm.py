@@ -59,9 +59,9 @@ def matmul_partial_rms_norm(x, weight, scale, *, epsilon=1e-6, scale_offset=0.0,
 
 
 # The most rows that are faster with a kernel that reads the weight once than with XLA's matrix product: by launcher, for weights [K, N]
-# and [N, K], of 2-byte and of 4-byte elements. Those of host are measured (`python benchmarks/matmul.py`), and those of cuda on an H200 with
-# jax 0.11.2, whose product is faster for any number of rows; those of metal are guesses.
-FEW_ROWS = {"host": ((12, 8), (8, 32)), "metal": ((8, 8), (8, 8)), "cuda": ((0, 0), (1, 1))}
+# and [N, K], of 2-byte and of 4-byte elements. Those of host are measured (`python benchmarks/matmul.py`), and those of cuda, too, on an
+# H200 with jax 0.11.2 (`--platform cuda`); those of metal are guesses.
+FEW_ROWS = {"host": ((12, 8), (8, 32)), "metal": ((8, 8), (8, 8)), "cuda": ((0, 0), (1, 0))}
 
 
 @dataclasses.dataclass(frozen=True)
