@@ -6,6 +6,7 @@ the partitioner says it later, to a custom_partitioning. The axis that is reduce
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -151,13 +152,19 @@ def _in_custom_partitioning(primitive, ctx, params):
         """Whether another dimension of an array with `dim` is cut over one of these mesh axes."""
         return any(set(names) & set(on.get(other, ())) for dims in arrays if dim in dims for other in dims if other != dim)
 
+    def even(mesh, dim, size, names):
+        """Whether the devices' parts hold nothing but the array, or nobody adds up what pads them."""
+        in_every_result = all(dim in dims for dims in arrays[len(operand_axes):])
+        return size % math.prod(mesh.shape[name] for name in names) == 0 or (in_every_result and dim not in primitive.whole + primitive.parted)
+
     def partition(mesh, operands, results):
         on = {}
         for axes, operand in zip(operand_axes, operands):
             if is_row(axes) or not rows_decide:
-                for dim, entry in zip(dims_of(axes, len(operand.shape)), operand.sharding.spec):
-                    if _names(entry) and dim not in primitive.uncut and not clash(dim, _names(entry), on):
-                        on.setdefault(dim, _names(entry))
+                for dim, size, entry in zip(dims_of(axes, len(operand.shape)), operand.shape, operand.sharding.spec):
+                    names = _names(entry)
+                    if names and dim not in primitive.uncut and not clash(dim, names, on) and even(mesh, dim, size, names):
+                        on.setdefault(dim, names)
         across, parts = (tuple(name for dim in dims for name in on.get(dim, ())) for dims in (primitive.whole, primitive.parted))
 
         def local(*values):
