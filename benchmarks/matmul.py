@@ -3,9 +3,10 @@
     python benchmarks/matmul.py [--shape N K NORMED] [--rows 1,4,12] [--dtypes bfloat16,float32] [--rounds 25] [--check] [--platform cpu|cuda]
 
 A turn is eight jitted calls in a row, each waited for, as tokens follow one another; round by round in rotated order. A figure is a
-call's time, the median over the rounds. The weights rotate, so that none is in the cache when it is wanted. Ours with few rows ("one kernel") and with many ("XLA and a norm") are both timed for every number of rows: where
-they cross is what FEW_ROWS in jax_fusednorm/ops/matmul_partial_rms_norm.py says. The others multiply, and norm nothing:
-XLA's lax.dot_general in both layouts of the weight, x @ weight.T, and torch's linear where torch can be imported.
+call's time, the median over the rounds. The weights rotate, so that none is in the cache when it is wanted. Ours with few rows ("one
+kernel") and with many ("XLA and a norm") are both timed for every number of rows: where they cross is what FEW_ROWS in
+jax_fusednorm/ops/matmul_partial_rms_norm.py says. The others multiply, and norm nothing: XLA's lax.dot_general in both layouts of the
+weight, x @ weight.T, and torch's linear where torch can be imported.
 
 --platform cuda: microseconds on the device, as gpu.py counts them, and in brackets the kernels of a call; "ours" is what FEW_ROWS chooses.
 

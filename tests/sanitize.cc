@@ -186,7 +186,7 @@ void make(const std::string& line, Call& call, XLA_FFI_Handler* handler, bool an
     expect(line, cudaMemcpy(got.data(), array->data, array->bytes, cudaMemcpyDeviceToHost));
     const std::vector<unsigned char> unwritten(array->dtype->bytes, 0xff);
     for (size_t i = 0; i < got.size(); i += unwritten.size())
-      if (!std::memcmp(&got[i], unwritten.data(), unwritten.size())) fail(line, "element " + std::to_string(i / unwritten.size()) + " was not written");
+      if (!std::memcmp(&got[i], unwritten.data(), unwritten.size())) fail(line, "element " + std::to_string(i / unwritten.size()) + " is unwritten");
     spare.emplace(array->bytes, array->data);
   }
   for (auto& array : call.in) spare.emplace(array->bytes, array->data);

@@ -57,7 +57,8 @@ def check(implementation, calls, **options):
 def test_every_shape_and_number_of_rows(implementation, dtype, transpose_b):
     shapes = SMALL[1:] if implementation == "metal" and cases.STAND_IN else SMALL
     rows = (0, 1, 12) if implementation == "metal" and cases.STAND_IN else ROWS
-    check(implementation, [operands(shape, n, dtype, transpose_b) for shape, n in itertools.product(shapes, rows)], transpose_b=transpose_b)
+    calls = [*itertools.product(shapes, rows), ((17, 33, 5), 300)]
+    check(implementation, [operands(shape, n, dtype, transpose_b) for shape, n in calls], transpose_b=transpose_b)
 
 
 @pytest.mark.parametrize("dtype, transpose_b", tuple(zip(DTYPES, (True, True, False))))

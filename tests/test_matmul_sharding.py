@@ -23,14 +23,16 @@ def mesh_of(axis_type):
     return jax.make_mesh((4, 2), ("b", "s"), axis_types=(axis_type,) * 2)
 
 
-def check(implementation, mesh, x, cut, weight_cut=P(), backward=False):
-    """What the compiled program holds, and that it is right."""
+def check(implementation, mesh, x, cut, weight_cut=P(), transposed=False, backward=False):
+    """What the compiled program holds, and that it is right. transposed: the weight and its cut, for transpose_b=False."""
     def program(implementation):
-        f = functools.partial(matmul_partial_rms_norm, implementation=implementation)
+        f = functools.partial(matmul_partial_rms_norm, transpose_b=not transposed, implementation=implementation)
         return jax.grad(loss(f), (0, 1, 2)) if backward else f
 
-    want = jax.tree.map(np.asarray, jax.jit(program("jnp"))(x, WEIGHT, SCALE))
-    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, cut), (WEIGHT, weight_cut), (SCALE, P()))]
+    weight = WEIGHT.T if transposed else WEIGHT
+    weight_cut = P(*[*weight_cut, None, None][1::-1]) if transposed else weight_cut
+    want = jax.tree.map(np.asarray, jax.jit(program("jnp"))(x, weight, SCALE))
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, cut), (weight, weight_cut), (SCALE, P()))]
     with jax.set_mesh(mesh):
         executable, found = compiled(program(implementation), *placed)
         assert_trees_close(run(executable, placed), want, rtol=1e-4, atol=1e-4)
@@ -48,10 +50,41 @@ def test_rows_may_be_cut(one_kernel, axis_type):
         assert found["kernels"] == 1 and found["all-gather"] == found["other"] == 0 and 1 <= found["all-reduce"] <= 2, cut
 
 
-@pytest.mark.parametrize("x_cut, weight_cut", ((P(None, None, "s"), P(None, "s")), (P("b"), P("s")), (P("b", None, "s"), P())))
-def test_a_cut_width_or_outputs_are_gathered_under_auto_meshes(one_kernel, x_cut, weight_cut):
-    _, found = check(one_kernel, mesh_of(AUTO), FEW, x_cut, weight_cut)
-    assert found == {"kernels": 1, "all-gather": ("s" in x_cut) + ("s" in weight_cut), "all-reduce": 0, "other": 0}
+# how x [b, s, k] and the weight [n, k] are cut, and whether that is over the width, k, and over the outputs, n
+CUT = (((None, None, "s"), (None, "s"), 1, 0), (("b",), (None, "s"), 1, 0), (("b", None, "s"), (), 1, 0), (("b",), ("s",), 0, 1),
+       ((), ("s", "b"), 1, 1), ((), (("b", "s"),), 0, 1), ((), (None, ("b", "s")), 1, 0))
+
+
+@pytest.mark.parametrize("x_cut, weight_cut, k, n", CUT)
+def test_a_cut_width_or_outputs_run_the_reference_under_auto_meshes(one_kernel, x_cut, weight_cut, k, n):
+    """Products are summed over the width's parts and gathered from the outputs' parts: the weight stays where it is."""
+    for transposed in (False, True):
+        _, found = check(one_kernel, mesh_of(AUTO), FEW, P(*x_cut), P(*weight_cut), transposed)
+        assert found == {"kernels": 0, "all-gather": n, "all-reduce": k, "other": 0}
+    _, found = check(one_kernel, mesh_of(AUTO), FEW, P(*x_cut), P(*weight_cut), backward=True)
+    assert found["kernels"] == 0
+
+
+def test_a_weight_that_is_cut_as_the_rows_are_is_gathered(one_kernel):
+    """As fully sharded training has it."""
+    _, found = check(one_kernel, mesh_of(AUTO), FEW, P("b"), P("b"))
+    assert found == {"kernels": 1, "all-gather": 1, "all-reduce": 0, "other": 0}
+
+
+@pytest.mark.parametrize("weight", (draw(4, (45, 16)), draw(5, (48, 15))), ids=("outputs", "width"))
+def test_parts_that_do_not_divide_are_right(one_kernel, weight):
+    """What pads them is any number, here a one."""
+    mesh = mesh_of(AUTO)
+
+    def f(x, weight, implementation, *specs):
+        x, weight = (jax.lax.with_sharding_constraint(jax.numpy.cos(a), NamedSharding(mesh, spec)) for a, spec in zip((x, weight), specs))
+        return matmul_partial_rms_norm(x, weight, SCALE, implementation=implementation)
+
+    x = FEW[..., :weight.shape[1]]
+    with jax.set_mesh(mesh):
+        got, want = (jax.jit(lambda *a, more=more: f(*a, *more), out_shardings=NamedSharding(mesh, P()))(x, weight)
+                     for more in ((one_kernel, P(None, None, "s"), P("b", "s")), ("jnp", P(), P())))
+    assert_trees_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("x_cut, weight_cut", ((P("b"), P("s")), (P("b"), P(None, "s")), (P("b", None, "s"), P())))

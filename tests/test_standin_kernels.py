@@ -19,7 +19,7 @@ BROKEN = {
     "one pack too many": (*NORM, NARROW, "(n - rank + size() - 1)", "(n - rank + size())", {"bounds"}),
     "one row too many": (*NORM, NARROW, "if (row >= p.rows)", "if (row > p.rows)", {"bounds"}),
     "before the array": (*NORM, NARROW, "start = long(row) * p.width", "start = long(row) * p.width - V", {"bounds"}),
-    "past the threadgroup memory": (*NORM, PARTIALS_OF_TWO, "total += partial[s]", "total += partial[s + 4]", {"bounds"}),
+    "past the threadgroup memory": (*NORM, PARTIALS_OF_TWO, "total += partial[s]", "total += partial[s + 4 * SG]", {"bounds"}),
     "a pack that starts between packs": (*NORM, NARROW, "  x += start;", "  x += start + 1;", {"alignment"}),
     "a write to what is const": (*NORM, NARROW, "store_pack<V>(normed, i", "store_pack<V>(const_cast<device T*>(x), i", {"readonly"}),
     "a sum without its first barrier": (

@@ -66,7 +66,7 @@ def _out_avals(reference, avals, params, mesh, x64, promotion):
 class _RowPrimitive:
     """A primitive that works row by row, with its abstract eval, impl, batching and lowering rules.
 
-    reference(*operands, mean, **params) -> results; axes(params) -> (operand axes, result axes); whole, uncut, parted: as in Op;
+    reference(*operands, mean, **params) -> results; axes(params) -> (operand axes, result axes); whole, uncut, parted, joined: as in Op;
     kernel(call, *operands, **params) -> results, or NotImplemented for what it does not cover; None where the reference is all there is.
     sample, moved: as in Op.
 
@@ -74,9 +74,9 @@ class _RowPrimitive:
     meshes among others; so a call that can only run jnp binds the plain one.
     """
 
-    def __init__(self, name, reference, axes, whole, uncut, parted, kernel, strict, sample=None, moved=None):
+    def __init__(self, name, reference, axes, whole, uncut, parted, kernel, strict, joined="", sample=None, moved=None):
         self.name, self.reference, self.axes, self.whole, self.uncut, self.parted = name, reference, axes, whole, uncut, parted
-        self.kernel, self.strict, self.sample = kernel, strict, sample
+        self.joined, self.kernel, self.strict, self.sample = joined, kernel, strict, sample
         self.moved = moved or (lambda avals_in, avals_out: lowering.bytes_of((*avals_in, *avals_out)))
         self.plain = self._primitive(has_kernels=False)
         self.with_kernels = self.plain if kernel is None else self._primitive(has_kernels=True)
@@ -151,6 +151,8 @@ class Op:
     operands, results: axes strings; trailing ones may be absent in a call. results may be a function of the spec.
     whole: the axes that are reduced, where `mean` is all that must know of a cut; uncut: axes that mean something only as a whole.
     parted: axes that may be cut, but then the reference runs, told by its keyword `part` which of the equal parts it has.
+    joined: those of `uncut` that Auto meshes may cut; then the reference runs on parts, told by its keyword `cut`, {axis: mesh axes}, and its
+        results are whole along them.
     kernel(call, *operands, spec) -> [results]; `call` is the core.ffi.Call of the chosen launcher.
     tangent_kernel, cotangent_kernel(call, *operands, *tangents or *cotangents, spec, active) -> results, optional.
         active[i]: operand i has a tangent / its cotangent is wanted.
@@ -160,12 +162,12 @@ class Op:
     spec: a frozen, hashable value with a field `implementation`.
     """
 
-    def __init__(self, name, reference, *, operands, results, whole="d", uncut="", parted="", kernel=None, tangent_kernel=None,
-                 cotangent_kernel=None, jvp=None, sample=None, moved=None):
+    def __init__(self, name, reference, *, operands, results, whole="d", uncut="", parted="", joined="", kernel=None,
+                 tangent_kernel=None, cotangent_kernel=None, jvp=None, sample=None, moved=None):
         self.name, self.reference, self._own_jvp = name, reference, jvp
         self._operands, self._results = operands, results if callable(results) else lambda spec: results
         self.op = _RowPrimitive(name, reference, lambda params: (operands, self._results(params["spec"])), whole, uncut, parted, kernel,
-                                strict=True, sample=sample, moved=moved)
+                                strict=True, joined=joined, sample=sample, moved=moved)
         self.tangent = _RowPrimitive(f"{name}_tangent", self._tangent_reference, self._tangent_axes, whole, uncut, parted,
                                      tangent_kernel, strict=False)
         self.cotangent = _RowPrimitive(f"{name}_cotangent", self._cotangent_reference, self._cotangent_axes, whole, uncut, parted,

@@ -6,6 +6,7 @@ the partitioner says it later, to a custom_partitioning. The axis that is reduce
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -151,32 +152,40 @@ def _in_custom_partitioning(primitive, ctx, params):
         """Whether another dimension of an array with `dim` is cut over one of these mesh axes."""
         return any(set(names) & set(on.get(other, ())) for dims in arrays if dim in dims for other in dims if other != dim)
 
+    def even(mesh, dim, size, names):
+        """Whether the devices' parts hold nothing but the array, or nobody adds up what pads them."""
+        summed = dim in primitive.whole + primitive.parted + primitive.joined or any(dim not in dims for dims in arrays[len(operand_axes):])
+        return not summed or size % math.prod(mesh.shape[name] for name in names) == 0
+
     def partition(mesh, operands, results):
         on = {}
         for axes, operand in zip(operand_axes, operands):
-            if is_row(axes) or not rows_decide:
-                for dim, entry in zip(dims_of(axes, len(operand.shape)), operand.sharding.spec):
-                    if _names(entry) and dim not in primitive.uncut and not clash(dim, _names(entry), on):
-                        on.setdefault(dim, _names(entry))
+            for dim, size, entry in zip(dims_of(axes, len(operand.shape)), operand.shape, operand.sharding.spec):
+                names, decides = _names(entry), dim in primitive.joined or dim not in primitive.uncut and (is_row(axes) or not rows_decide)
+                if names and decides and not clash(dim, names, on) and even(mesh, dim, size, names):
+                    on.setdefault(dim, names)
+        joined = {dim: on[dim] for dim in primitive.joined if dim in on}
         across, parts = (tuple(name for dim in dims for name in on.get(dim, ())) for dims in (primitive.whole, primitive.parted))
 
         def local(*values):
             # This may run in another thread or under the caller's mesh; it must see neither
             with jax.sharding.use_abstract_mesh(_NO_MESH):
-                if across or parts:
+                if across or parts or joined:
                     def mean(v):
                         v = jnp.mean(v, axis=-1, keepdims=True)
                         return jax.lax.pmean(v, across) if across else v
-                    part = dict(part=jax.lax.axis_index(parts)) if parts else {}
-                    out = primitive.reference(*values, mean=mean, **part, **params)
+                    told = {**({"part": jax.lax.axis_index(parts)} if parts else {}), **({"cut": joined} if joined else {})}
+                    out = primitive.reference(*values, mean=mean, **told, **params)
                 else:
                     out = primitive.bind(*values, **params)
                 return tuple(_summed(primitive, out, operand_axes, result_axes, on))
 
-        def sharding(axes, value):
+        def sharding(on, axes, value):
             return NamedSharding(mesh, _spec(on, axes, len(value.shape)))
 
-        return (mesh, local, tuple(map(sharding, result_axes, results)), tuple(map(sharding, operand_axes, operands)))
+        whole = {dim: names for dim, names in on.items() if dim not in joined}
+        return (mesh, local, tuple(sharding(whole, *each) for each in zip(result_axes, results)),
+                tuple(sharding(on, *each) for each in zip(operand_axes, operands)))
 
     whole = custom_partitioning(lambda *operands: tuple(primitive.reference(*operands, **params)))
     whole.def_partition(partition=partition, sharding_rule=_rule(operand_axes, result_axes, ctx, rows_decide))

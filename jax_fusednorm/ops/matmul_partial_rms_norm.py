@@ -44,6 +44,8 @@ def matmul_partial_rms_norm(x, weight, scale, *, epsilon=1e-6, scale_offset=0.0,
 
     Derivatives of every order and mode exist for x, weight and scale; roundings count as the identity. The backward pass keeps
     the product, [..., N], beside x, weight and scale, and has two matrix products in x's dtype, as those of a plain projection.
+
+    Formulas: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; DeepSeek-AI, DeepSeek-V2, 2024, for the projection.
     """
     op = "matmul_partial_rms_norm"
     x = checks.activation(op, "x", x)
@@ -59,9 +61,9 @@ def matmul_partial_rms_norm(x, weight, scale, *, epsilon=1e-6, scale_offset=0.0,
 
 
 # The most rows that are faster with a kernel that reads the weight once than with XLA's matrix product: by launcher, for weights [K, N]
-# and [N, K], of 2-byte and of 4-byte elements. Those of host are measured (`python benchmarks/matmul.py`), and those of cuda on an H200 with
-# jax 0.11.2, whose product is faster for any number of rows; those of metal are guesses.
-FEW_ROWS = {"host": ((12, 8), (8, 32)), "metal": ((8, 8), (8, 8)), "cuda": ((0, 0), (1, 1))}
+# and [N, K], of 2-byte and of 4-byte elements. Those of host are measured (`python benchmarks/matmul.py`), and those of cuda, too, on an
+# H200 with jax 0.11.2 (`--platform cuda`); those of metal are guesses.
+FEW_ROWS = {"host": ((12, 8), (8, 32)), "metal": ((8, 8), (8, 8)), "cuda": ((0, 0), (1, 0))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +89,13 @@ def _dot(x, weight, spec, dtype):
     return jax.lax.dot_general(x, weight, (contracted, ((), ())), precision="highest", preferred_element_type=dtype)
 
 
-def _product(x, weight, spec):
-    """Rounded once to x's dtype, and still in the wider one."""
-    return rounded(_dot(x, weight, spec, compute_dtype(x.dtype)), x.dtype)
+def _product(x, weight, spec, cut=()):
+    """Rounded once to x's dtype, and still in the wider one. Of parts it is summed and gathered, which sends less than the weight holds."""
+    y = _dot(x, weight, spec, compute_dtype(x.dtype))
+    if "k" in cut:
+        y = jax.lax.psum(y, cut["k"])
+    y = rounded(y, x.dtype)
+    return jax.lax.all_gather(y, cut["n"], axis=y.ndim - 1, tiled=True) if "n" in cut else y
 
 
 def _partial_norm(y, scale, dtype, spec, mean):
@@ -97,8 +103,8 @@ def _partial_norm(y, scale, dtype, spec, mean):
     return [_rms_norm.normalized(y[..., :width], scale, dtype, spec, mean).astype(dtype), y[..., width:].astype(dtype)]
 
 
-def reference(x, weight, scale, *, spec, mean=last_mean):
-    y = _product(x, weight, spec)
+def reference(x, weight, scale, *, spec, mean=last_mean, cut=()):
+    y = _product(x, weight, spec, cut)
     return [*_partial_norm(y, scale, x.dtype, spec, mean), y.astype(x.dtype)]
 
 
@@ -136,7 +142,8 @@ def _at_the_product(y, scale, *, spec, mean=last_mean):
 
 def _op(weight):
     # k is summed over, and n is cut where the normed outputs end
-    return Op("matmul_partial_rms_norm", reference, operands=("*k", weight, "d"), results=("*d", "*m", "*n"), uncut="kn", kernel=kernel, jvp=_jvp)
+    return Op("matmul_partial_rms_norm", reference, operands=("*k", weight, "d"), results=("*d", "*m", "*n"), uncut="kn", joined="kn",
+              kernel=kernel, jvp=_jvp)
 
 
 _OPS = {True: _op("nk"), False: _op("kn")}
