@@ -196,6 +196,7 @@ GATED_X, GATED_SCALE = jnp.ones((2, 12)), jnp.ones(12)
     (("`group_size`", "0", "at least 1"), dict(group_size=0)),
     (("`group_size`", "24", "divisor of 12"), dict(group_size=24)),
     (("`epsilon`", "-1.0"), dict(epsilon=-1.0)),
+    (("`epsilon`", "'1e-5'"), dict(epsilon="1e-5")),
     (("`norm_before_gate`", "1"), dict(norm_before_gate=1)),
     (("`activation`", "'relu'", "'silu'", "'sigmoid'"), dict(activation="relu")),
     (("`rounding`", "'hf'", "'storage'", "'float32'"), dict(rounding="hf")),

@@ -22,6 +22,7 @@ WRONG = {
     "a large rope_dim": ((X, SCALE, POSITIONS), dict(rope_dim=10), ("`rope_dim`", "10", "8")),
     "an odd head": ((X[..., :7], None, POSITIONS), {}, ("`rope_dim`", "7")),
     "a small theta": ((X, SCALE, POSITIONS), dict(theta=0.0), ("`theta`", "0.0")),
+    "a theta in letters": ((X, SCALE, POSITIONS), dict(theta="1e4"), ("`theta`", "'1e4'")),
     "no theta": ((X, SCALE, POSITIONS), dict(theta=None, freqs_cis=TABLE), ("`theta`", "None")),
     "an array for a style": ((X, SCALE, POSITIONS), dict(style=np.arange(2)), ("`style`", "array", "'interleaved'")),
     "a style": ((X, SCALE, POSITIONS), dict(style="gptj"), ("`style`", "'gptj'", "'interleaved'")),

@@ -104,6 +104,7 @@ def test_angles_in_turns_are_right_where_float32_products_are_not(theta, width):
     (dict(scaling=dict(LLAMA3, rope_theta=5e5)), "`theta` is 10000.0"),
     (dict(scaling="llama3"), "`scaling` is 'llama3'"),
     (dict(scaling=dict(rope_type="linear", factor="much")), "`scaling['factor']` is 'much'"),
+    (dict(scaling=dict(rope_type="linear", factor="2")), "`scaling['factor']` is '2'"),
     (dict(scaling=dict(rope_type="linear", factor=0.0)), "`scaling['factor']` is 0"),
     (dict(scaling=dict(YARN, beta_fast=-1)), "`scaling['beta_fast']` is -1"),
     (dict(scaling=dict(LLAMA3, high_freq_factor=1.0)), "`scaling['high_freq_factor']` is 1.0"),
