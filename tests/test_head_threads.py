@@ -121,7 +121,8 @@ def test_few_tokens_are_spread_over_many_simdgroups_and_a_token_s_angles_are_rea
 class Params(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint) for name in (
         "tokens", "sequence", "heads", "k_heads", "width", "lanes", "at_once", "x_walks", "k_walks", "parts", "pairs", "first", "distance",
-        "interleaved", "table", "table_rows", "scale", "copies", "copy_types", "head_major")] + [("epsilon", ctypes.c_float), ("scale_offset", ctypes.c_float)]
+        "interleaved", "table", "table_rows", "scale", "copies", "copy_types", "head_major")] + [
+            ("epsilon", ctypes.c_float), ("scale_offset", ctypes.c_float)]
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
