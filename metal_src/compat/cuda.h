@@ -40,6 +40,13 @@ static __device__ inline float rounded_to_bfloat(float x) {
   return as_type<float>(pair);
 }
 
+// x as it is now, in a register: nvcc would rather work it out once more where it is used, and keep what it was worked out from.
+#define HELD_IN_REGISTER
+static __device__ inline float held(float x) {
+  asm("" : "+f"(x));
+  return x;
+}
+
 // Only what CUDA lacks: its own fma, rint, rsqrt, min and max are global overloads, and a second set would be ambiguous.
 namespace metal {
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };

@@ -87,3 +87,7 @@ inline float rounded<bfloat>(float x) {
   return rounded_to_bfloat(x);
 }
 #endif
+
+#ifndef HELD_IN_REGISTER
+inline float held(float x) { return x; }
+#endif

@@ -202,8 +202,11 @@ inline float sum_of_squares(thread Ahead<T, V, R>& ahead, Share share, int packs
   float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
   for (int base = 0; base < packs; base += N) {
     FOR_MINE(c, N, packs - base) {
-      const Floats<V> f = ahead.packs.get(base + c, share.at(base + c));
-      UNROLL for (int k = 0; k < V; ++k) sums[(c * V + k) % 8] = fma(f.v[k], f.v[k], sums[(c * V + k) % 8]);
+      Floats<V> f = ahead.packs.get(base + c, share.at(base + c));
+      UNROLL for (int k = 0; k < V; ++k) {
+        f.v[k] = held(f.v[k]);  // the words will be the next head's
+        sums[(c * V + k) % 8] = fma(f.v[k], f.v[k], sums[(c * V + k) % 8]);
+      }
       kept.put(c, f);
     }
   }
