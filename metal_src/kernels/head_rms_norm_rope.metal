@@ -120,8 +120,7 @@ kernel void head_rms_norm_rope(
   head.scale_offset = p.scale_offset;
   int gains_of = -1;
   while (walk < walks) {
-    UNROLL for (int i = 0; i < AHEAD; ++i) {
-      if (i > 0 && walk >= walks) break;
+    UNROLL for (int i = 0; i < AHEAD && (i == 0 || walk < walks); ++i) {
       const Found at = find_head(p, walk, share);
       head.x = (at.of_k ? k : x) + at.channel;
       head.scale = at.of_k ? k_scale : x_scale;
