@@ -25,7 +25,8 @@ struct Passed<const T&> {
 template <int resident, auto K, typename... B>
 __global__ void __launch_bounds__(threads, resident / threads) entry(B... buffers) {
   extern __shared__ float scratch[];
-  const uint simdgroup = __shfl_sync(0xffffffffu, threadIdx.x / SIMD_WIDTH, 0);  // so nvcc knows that a warp's threads agree on it
+  uint simdgroup = threadIdx.x / SIMD_WIDTH;
+  if (shape.sg == 1) simdgroup = __shfl_sync(0xffffffffu, simdgroup, 0);  // so nvcc knows that it is one for all of a team
   K(buffers..., scratch, blockIdx.x, threadIdx.x % SIMD_WIDTH, simdgroup);
 }
 
