@@ -92,7 +92,9 @@ def real(op, argument, value, at_least=-math.inf):
     if isinstance(value, jax.core.Tracer):
         fail(op, argument, "a traced value", "a static number was wanted: pass a Python float, or mark it static in `jax.jit`")
     try:
-        value = float(None if isinstance(value, (str, bytes)) else value)  # a text of digits is no number
+        if isinstance(value, (str, bytes)):
+            raise TypeError("float() would read a number from it")
+        value = float(value)
     except (TypeError, ValueError):
         fail(op, argument, f"{value!r}", "a number was wanted")
     if not max(at_least, -FLOAT32_MAX) <= value <= FLOAT32_MAX:  # nan fails too
