@@ -93,7 +93,9 @@ def test_pairs_are_found_in_the_threads_own_registers_where_they_can_be(standin)
     for dtype, width, rope, pairs in (
             ("bfloat16", 128, Rope(NEOX, 64), "halves, 8, 2"), ("bfloat16", 96, Rope(NEOX, 48), "halves, 4, 6"),
             ("bfloat16", 80, Rope(PROPORTIONAL, 8), "halves, 2, 10"), ("float32", 128, Rope(NEOX, 64), "halves, 1, 4"),
-            ("bfloat16", 256, Rope(INTERLEAVED, 32, suffix=True), "adjacent, 8, 2"), ("bfloat16", 256, Rope(NEOX, 32), "apart, 8, 2"),
+            ("bfloat16", 256, Rope(INTERLEAVED, 32, suffix=True), "adjacent, 8, 2"), ("bfloat16", 256, Rope(NEOX, 32), "halves, 8, 2"),
+            ("bfloat16", 192, Rope(NEOX, 32, suffix=True), "halves, 4, 6"), ("bfloat16", 256, Rope(NEOX, 24), "apart, 8, 2"),
+            ("bfloat16", 192, Rope(NEOX, 64, suffix=True), "apart, 4, 6"), ("float32", 128, Rope(NEOX, 32), "apart, 1, 4"),
             ("float32", 128, Rope(INTERLEAVED, 64), "apart, 1, 4"), ("bfloat16", 576, Rope(INTERLEAVED, 288), "adjacent, 2, 9"),
             ("bfloat16", 7, Rope(NEOX, 3), "apart, 1, 0")):
         standin.reset()

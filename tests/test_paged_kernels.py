@@ -98,15 +98,17 @@ def test_address_sanitizer_has_nothing_to_say(tmp_path):
 # ---- a GPU, lane by lane
 
 # (width, rope_dim, style, placement): what a thread of a simdgroup has of the pairs, in registers or not
-ROPES = ((64, 64, "neox", "prefix"), (64, 24, "interleaved", "suffix"), (128, 64, "neox", "prefix"), (24, 8, "neox", "suffix"),
-         (13, 6, "interleaved", "prefix"), (528, 130, "neox", "suffix"))
+ROPES = ((64, 64, "neox", "prefix"), (64, 24, "interleaved", "suffix"), (128, 64, "neox", "prefix"), (128, 48, "neox", "suffix"),
+         (24, 8, "neox", "suffix"), (13, 6, "interleaved", "prefix"), (528, 130, "neox", "suffix"))
 
 
-def pairs_of(shape, lanes, width, rope_dim, style):
+def pairs_of(shape, width, rope_dim, style, itemsize):
+    """Of heads that their threads fill."""
     v, r, _, _ = shape
     if style == "interleaved":
         return "adjacent" if v % 2 == 0 else "apart"
-    return "halves" if rope_dim == width == v * r * lanes and r % 2 == 0 else "apart"
+    in_blocks = itemsize == 2 and width % rope_dim == 0 and rope_dim // 2 in (v << n for n in range(10))
+    return "halves" if r % 2 == 0 and (rope_dim == width or in_blocks) else "apart"
 
 
 def gpu_calls(standin, dtype, rope, seeds):
@@ -117,7 +119,7 @@ def gpu_calls(standin, dtype, rope, seeds):
     lanes = width // (shape[0] * shape[1]) if shape[1] else 0
     full = lanes > 0 and width == shape[0] * shape[1] * lanes and lanes in ((1, 2, 4, 8, 16, 32) if itemsize == 2 else (32,))
     lanes = lanes if full else 32
-    pairs = pairs_of(shape, lanes, width, rope_dim, style) if full else "adjacent" if style == "interleaved" and shape[0] % 2 == 0 else "apart"
+    pairs = pairs_of(shape, width, rope_dim, style, itemsize) if full else "adjacent" if style == "interleaved" and shape[0] % 2 == 0 else "apart"
     for seed in seeds:
         made = paged_calls.call(seed, dtype, width=width, rope_dim=rope_dim, style=style, placement=placement, lanes=lanes, at_once=32 // lanes,
                                 parts=1 + seed % 3, pairs=pairs)

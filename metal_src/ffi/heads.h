@@ -25,10 +25,13 @@ inline ffi::Error rotation_of(const char* op, const In& angles, int32_t style, b
   return ffi::Error::Success();
 }
 
-// Where the threads that share a head find the two channels of a pair.
-inline Argument pairs_of(const HeadNormRopeParams& p, const HeadShape& shape) {
+// Where the threads that share a head find the two channels of a pair. Of 4-byte elements the place of each says in which order it is summed.
+inline Argument pairs_of(const HeadNormRopeParams& p, const HeadShape& shape, Argument storage) {
   if (p.interleaved) return shape.lanes == 1 || shape.v % 2 == 0 ? Argument::Adjacent : Argument::Apart;
-  return shape.halves && 2 * p.distance == p.width ? Argument::Halves : Argument::Apart;
+  const uint32_t packs = p.distance / shape.v;
+  const bool in_blocks = bytes_of(storage) == 2 && p.distance % shape.v == 0 && packs && (packs & (packs - 1)) == 0 &&
+                         p.width % (2 * p.distance) == 0 && p.first % (2 * p.distance) == 0;
+  return shape.halves && (2 * p.distance == p.width || in_blocks) ? Argument::Halves : Argument::Apart;
 }
 
 // The scales of x and of k, if there are any.
@@ -61,7 +64,7 @@ inline Launch launch_of_heads(const char* kernel, Argument storage, bool multipl
   *teams = walks ? p->tokens * p->parts : 0;
   const bool rounds_y = storage != Argument::Float, in_t = rounds_y && !multiply_before_cast;
   Launch launch(kernel);
-  launch.specialize(storage, flag(in_t), flag(in_t || (rounds_y && round_before_rope)), pairs_of(*p, shape));
+  launch.specialize(storage, flag(in_t), flag(in_t || (rounds_y && round_before_rope)), pairs_of(*p, shape, storage));
   launch.heads = true;
   return launch;
 }

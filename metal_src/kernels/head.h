@@ -7,8 +7,14 @@
 struct Share {
   int rank, lanes;
   int head, heads;  // the head's place in the simdgroup, beside others; and how many they are
+  // The first half of a thread's packs, where the other half are their partners, `apart` packs on; else all of them.
+  int firsts, apart, skipped;
   inline int of(int packs) const { return (packs - rank + lanes - 1) / lanes; }
-  inline int at(int c) const { return rank + c * lanes; }
+  inline int first_at(int c) const {
+    const int i = rank + c * lanes;
+    return i + (i & skipped);
+  }
+  inline int at(int c) const { return c < firsts ? first_at(c) : first_at(c - firsts) + apart; }
   inline float sum(float x) const {
     UNROLL for (int mask = SIMD_WIDTH / 2; mask > 0; mask /= 2) {
       const float other = simd_shuffle_xor(x, ushort(mask));
@@ -18,12 +24,18 @@ struct Share {
   }
 };
 
-inline Share share_of(uint lane, uint lanes, uint heads) {
+template <typename PAIRS, int V, int R>
+inline Share share_of(uint lane, constant HeadNormRopeParams& p) {
   Share share;
-  share.lanes = SIMD_WIDTH == 1 ? 1 : int(lanes);
-  share.heads = SIMD_WIDTH == 1 ? 1 : int(heads);
+  share.lanes = SIMD_WIDTH == 1 ? 1 : int(p.lanes);
+  share.heads = SIMD_WIDTH == 1 ? 1 : int(p.at_once);
   share.rank = int(lane) & (share.lanes - 1);
   share.head = int(lane) * share.heads / SIMD_WIDTH;
+  const bool paired = PAIRS::packs == 2;
+  share.firsts = paired ? R / 2 : 1 << 30;
+  share.apart = paired ? int(p.distance) / V : 0;
+  // pairs of part of a head: it is cut into as many packs and their partners, a power of two, and again
+  share.skipped = paired && 2 * p.distance < p.width ? ~(share.apart - 1) : 0;
   return share;
 }
 
@@ -222,7 +234,7 @@ inline void load_rotations(thread Rotations<PAIRS, V, R>& rotations, Rope rope, 
   Rotation mine;
   if (rope.table) {  // nothing is to be worked out
     UNROLL for (int i = 0; i < count; ++i) {
-      const int pair = rope.pair_of(PAIRS(), share.at(base + i / each) * V + i % each * PAIRS::elements);
+      const int pair = rope.pair_of(PAIRS(), share.first_at(base + i / each) * V + i % each * PAIRS::elements);
       mine.cosine = 1;
       mine.sine = 0;
       if (i / each < packs && rope.turns_pair(pair)) mine = rope.rotation_of(pair);
@@ -235,7 +247,7 @@ inline void load_rotations(thread Rotations<PAIRS, V, R>& rotations, Rope rope, 
     const int head = i & (share.heads - 1);  // whose thread works out rotation number i
     if (head == 0) {
       const int own = i + share.head, c = own / each;
-      const int pair = rope.pair_of(PAIRS(), share.at(base + c) * V + own % each * PAIRS::elements);
+      const int pair = rope.pair_of(PAIRS(), share.first_at(base + c) * V + own % each * PAIRS::elements);
       mine.cosine = 1;
       mine.sine = 0;
       if (own < count && c < packs && rope.turns_pair(pair)) mine = rope.rotation_of(pair);
@@ -261,8 +273,8 @@ template <int V, int R, typename HEAD>
 inline void rotate(thread Kept<V, R>& kept, thread Rotations<halves, V, R>& rotations, Rope rope, HEAD, Share share, int, int packs) {
   FOR_MINE(c, R / 2, packs / 2) {
     Floats<V> a = kept.get(c), b = kept.get(c + R / 2);
-    const int pair = share.at(c) * V;
-    if (pair + V <= rope.pairs) turn_packs<false>(a, b, rotations.cosine.get(c), rotations.sine.get(c), rope, pair);
+    const int pair = rope.pair_of(halves(), share.first_at(c) * V);
+    if (rope.turns_pair(pair) && pair + V <= rope.pairs) turn_packs<false>(a, b, rotations.cosine.get(c), rotations.sine.get(c), rope, pair);
     else turn_packs<true>(a, b, rotations.cosine.get(c), rotations.sine.get(c), rope, pair);
     kept.put(c, a);
     kept.put(c + R / 2, b);

@@ -74,7 +74,7 @@ kernel void head_rms_norm_rope(
   const uint team = group * TEAMS + simdgroup;
   if (team >= p.tokens * p.parts) return;
   const uint token = p.parts == 1 ? team : team / p.parts;  // a division takes as long as a dozen of anything else
-  const Share share = share_of(lane, p.lanes, p.at_once);
+  const Share share = share_of<PAIRS, V, R>(lane, p);
   const int all = packs_of<R>(share, int(p.width) / V), N = Taken<R>::packs;
   x += long(token) * p.heads * p.width;
   x_out += long(token) * p.heads * p.width;

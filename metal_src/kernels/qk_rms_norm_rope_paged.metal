@@ -110,7 +110,7 @@ kernel void qk_rms_norm_rope_paged(
   if (team >= p.heads.tokens * p.heads.parts) return;
   const uint width = p.heads.width, parts = p.heads.parts, q_walks = p.heads.x_walks;
   const uint token = parts == 1 ? team : team / parts;
-  const Share share = share_of(lane, p.heads.lanes, p.heads.at_once);
+  const Share share = share_of<PAIRS, V, R>(lane, p.heads);
   const int all = packs_of<R>(share, int(width) / V), N = Taken<R>::packs;
   const Heads<T> qs = heads_at(q + long(token) * p.q_stride + p.q_start, q_out + long(token) * p.heads.heads * width, p.heads.heads);
 

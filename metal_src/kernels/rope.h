@@ -6,7 +6,7 @@
 #include "team.h"
 
 // How a pair lies in the threads that share a head: over how many packs of a thread, and of how many elements of a pack.
-struct halves {  // (i, i + width / 2), half of a thread's packs apart
+struct halves {  // (i, i + distance), half of a thread's packs apart
   enum { packs = 2, elements = 1 };
 };
 struct adjacent {  // (2i, 2i + 1), in one pack
@@ -65,7 +65,7 @@ struct Rope {
     const int i = channel - (second(channel) ? distance : 0) - first;
     return interleaved && i >= 0 ? i / 2 : i;
   }
-  inline int pair_of(halves, int channel) const { return channel; }  // of the first half, and pairs start at its first
+  inline int pair_of(halves, int channel) const { return channel - first; }  // of the first of the two
   inline int pair_of(adjacent, int channel) const { return (channel - first) >> 1; }
   inline int pair_of(apart, int channel) const { return pair_of(channel); }
   inline bool turns_pair(int pair) const { return uint(pair) < uint(pairs); }
