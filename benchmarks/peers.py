@@ -121,39 +121,41 @@ def _torch_gated(torch, case):
 def _ours_heads(case, implementation):
     def form(x, scale, positions=None):
         positions = jnp.arange(case.shape[0]) if positions is None else positions
-        return [jax_fusednorm.head_rms_norm_rope(x, scale, positions, theta=THETA, epsilon=EPSILON, implementation=implementation)]
+        return [jax_fusednorm.head_rms_norm_rope(x, scale, positions, theta=THETA, rope_dim=case.rope_dim, epsilon=EPSILON,
+                                                 implementation=implementation)]
     return form
 
 
 def _plain_heads(case):
-    half = case.width // 2
+    half = (case.rope_dim or case.width) // 2
 
     def form(x, scale, positions=None):
         y = _norm(x.astype(jnp.float32), scale)
         positions = jnp.arange(case.shape[0]) if positions is None else positions
         angle = positions.astype(jnp.float32)[:, None, None] * THETA ** -(jnp.arange(half, dtype=jnp.float32) / half)
-        a, b, cos, sin = y[..., :half], y[..., half:], jnp.cos(angle), jnp.sin(angle)
-        return [jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(case.dtype)]
+        a, b, rest = jnp.split(y, (half, 2 * half), axis=-1)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return [jnp.concatenate([a * cos - b * sin, a * sin + b * cos, rest], axis=-1).astype(case.dtype)]
     return form
 
 
 def _torch_heads(torch, case):
-    half = case.width // 2
+    half = (case.rope_dim or case.width) // 2
     angle = torch.arange(case.shape[0])[:, None, None] * THETA ** -(torch.arange(half) / half)
     cos, sin = torch.cos(angle), torch.sin(angle)
 
     def formula(x, scale):
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPSILON) * scale.float()
-        a, b = y[..., :half], y[..., half:]
-        return [torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(scale.dtype)]
+        a, b, rest = y[..., :half], y[..., half:2 * half], y[..., 2 * half:]
+        return [torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1).to(scale.dtype)]
     return {"torch formula": formula}
 
 
 def _mlx_heads(mx, case):
     def form(x, scale):  # tokens before channels is what mx.fast.rope wants; the transposes cost it nothing
         y = mx.fast.rms_norm(x, scale, EPSILON).swapaxes(0, 1)
-        return [mx.fast.rope(y, case.width, traditional=False, base=THETA, scale=1.0, offset=0).swapaxes(0, 1)]
+        return [mx.fast.rope(y, case.rope_dim or case.width, traditional=False, base=THETA, scale=1.0, offset=0).swapaxes(0, 1)]
     return {"mlx fast": form}
 
 
