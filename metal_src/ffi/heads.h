@@ -25,7 +25,8 @@ inline ffi::Error rotation_of(const char* op, const In& angles, int32_t style, b
   return ffi::Error::Success();
 }
 
-// Where the threads that share a head find the two channels of a pair. Of 4-byte elements the place of each says in which order it is summed.
+// Where the threads that share a head find the two channels of a pair. Halves: the head is all pairs, or blocks as large as its pairs, a power
+// of two of packs; not of 4-byte elements, for what a thread has of a head is also the order in which it is summed.
 inline Argument pairs_of(const HeadNormRopeParams& p, const HeadShape& shape, Argument storage) {
   if (p.interleaved) return shape.lanes == 1 || shape.v % 2 == 0 ? Argument::Adjacent : Argument::Apart;
   const uint32_t packs = p.distance / shape.v;

@@ -7,12 +7,13 @@
 struct Share {
   int rank, lanes;
   int head, heads;  // the head's place in the simdgroup, beside others; and how many they are
-  // The first half of a thread's packs, where the other half are their partners, `apart` packs on; else all of them.
-  int firsts, apart, skipped;
+  // Where pairs are halves, `firsts` of a thread's packs hold first channels, and as many their partners, `apart` packs on. A head of which only
+  // part turns is several blocks like that part: of first pack number i, i & block are in blocks before its own, and so are as many partners.
+  int firsts, apart, block;
   inline int of(int packs) const { return (packs - rank + lanes - 1) / lanes; }
   inline int first_at(int c) const {
     const int i = rank + c * lanes;
-    return i + (i & skipped);
+    return i + (i & block);
   }
   inline int at(int c) const { return c < firsts ? first_at(c) : first_at(c - firsts) + apart; }
   inline float sum(float x) const {
@@ -34,8 +35,7 @@ inline Share share_of(uint lane, constant HeadNormRopeParams& p) {
   const bool paired = PAIRS::packs == 2;
   share.firsts = paired ? R / 2 : 1 << 30;
   share.apart = paired ? int(p.distance) / V : 0;
-  // pairs of part of a head: it is cut into as many packs and their partners, a power of two, and again
-  share.skipped = paired && 2 * p.distance < p.width ? ~(share.apart - 1) : 0;
+  share.block = paired && 2 * p.distance < p.width ? ~(share.apart - 1) : 0;  // then a power of two
   return share;
 }
 
