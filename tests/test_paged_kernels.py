@@ -19,7 +19,7 @@ import metal_calls
 import paged_calls
 from jax_fusednorm import qk_rms_norm_rope_paged, rope_table
 from metal_driver import COMPLETED, FAILED, Array, checkers_of, launch
-from test_qk_rms_norm_rope_paged import make
+from paged_op_calls import make
 
 TESTS = pathlib.Path(__file__).parent
 SOURCES = TESTS.parent / "metal_src"

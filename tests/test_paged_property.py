@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import cases
 from jax_fusednorm import PagedKVCache, qk_rms_norm_rope_paged
+from paged_op_calls import check_call, make
 from plain import draw
-from test_qk_rms_norm_rope_paged import check_call, make
 
 TOKENS, SEQUENCES, ENTRIES, PAGES, LAYERS, POSITIONS = 10, 3, 4, 12, 2, 11  # of pages of three tokens
 FORMS = ("in its rows", "keys", "packed")

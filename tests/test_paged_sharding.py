@@ -9,8 +9,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_fusednorm import PagedKVCache, qk_rms_norm_rope_paged
 from ops import assert_trees_close
+from paged_op_calls import copies_of
 from plain import draw, draw_scale
-from test_qk_rms_norm_rope_paged import copies_of
 from test_sharding import run
 
 pytestmark = pytest.mark.skipif("jax.device_count() < 8", reason="needs eight devices")
