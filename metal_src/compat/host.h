@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #define inline inline __attribute__((always_inline))  // a call left in a loop would keep it from being vectorized
+#define OUT_OF_LINE __attribute__((noinline))
 #include "compat/cpp.h"
 
 #define SIMD_WIDTH 1

@@ -91,3 +91,8 @@ inline float rounded<bfloat>(float x) {
 #ifndef HELD_IN_REGISTER
 inline float held(float x) { return x; }
 #endif
+
+// Of a function that is compiled once for all places that call it, where that saves much and costs little: on a CPU.
+#ifndef OUT_OF_LINE
+#define OUT_OF_LINE inline
+#endif

@@ -33,8 +33,8 @@ struct Results {
 
 // Stores packs of a head.
 template <int V, int N, typename T>
-inline void store_everywhere(constant HeadNormRopeParams& p, Results<T> x, device T* k_out, uint token, Found at, thread Kept<V, N>& kept, Share share,
-                             int base, int packs) {
+OUT_OF_LINE void store_everywhere(constant HeadNormRopeParams& p, Results<T> x, device T* k_out, uint token, Found at, thread Kept<V, N>& kept,
+                                  Share share, int base, int packs) {
   store_head((at.of_k ? k_out : x.out) + at.channel, kept, share, base, packs);
   for (uint i = 0; i < (at.of_k ? 0 : p.copies); ++i) {
     const long sequence = token / p.sequence, place = token % p.sequence;
