@@ -50,11 +50,11 @@ struct Team {
   template <int N>
   inline float sums(thread float* x, thread int& which) const {
     const int lane = rank % SIMD_WIDTH;
-    UNROLL for (int half = N / 2; half > 0; half /= 2) {
-      const int apart = half * SIMD_WIDTH / N;
+    UNROLL for (int pairs = N / 2; pairs > 0; pairs /= 2) {
+      const int apart = pairs * SIMD_WIDTH / N;
       const bool upper = (lane & apart) != 0;
-      UNROLL for (int i = 0; i < half; ++i) {
-        const float given = upper ? x[i] : x[i + half], kept = upper ? x[i + half] : x[i];
+      UNROLL for (int i = 0; i < pairs; ++i) {
+        const float given = upper ? x[i] : x[i + pairs], kept = upper ? x[i + pairs] : x[i];
         x[i] = kept + simd_shuffle_xor(given, ushort(apart));
       }
     }
