@@ -93,25 +93,22 @@ class _Cuts:
         rows = {dim: size for dim, size, _, decides in cuts if decides and dim not in p.whole + p.uncut}
         for dim, _, names, decides in cuts:
             if decides and dim in p.uncut and dim not in p.joined and not self._clash(dim, names, on):
-                on, _ = self._recut(mesh, on, names, rows)
+                on = self._recut(mesh, on, names, rows) or on
         # Heads that several devices share get a device each for a part of their rows; where the axis cuts nothing else, the reference sends less
         shared = {axis_of(name) for dim in rows for name in on.get(dim, ())}
         for dim in p.whole:
             if shared.intersection(map(axis_of, on.get(dim, ()))):
-                others, all_fit = self._recut(mesh, {d: names for d, names in on.items() if d != dim}, on[dim], rows)
-                on = others if all_fit else on
+                on = self._recut(mesh, {d: names for d, names in on.items() if d != dim}, on[dim], rows) or on
         return on
 
     def _recut(self, mesh, on, names, rows):
-        """(`on`, with rows cut over `names` too, as far as they divide; whether all did): each device gets whole rows, fewer of them."""
-        on, left = dict(on), 0
-        for name in names:
-            fitting = [row for row, size in rows.items()
-                       if not self._clash(row, (name,), on) and size % _product(mesh, (*on.get(row, ()), name)) == 0]
-            if fitting:
-                on[fitting[0]] = (*on.get(fitting[0], ()), name)
-            left += not fitting
-        return on, not left
+        """`on`, with rows cut over `names` too: each device gets whole rows, fewer of them. None where none divide. One dimension takes all the names,
+        for XLA gathers what it would have to send to two."""
+        for row, size in rows.items():
+            parts = (*on.get(row, ()), *names)
+            if not self._clash(row, names, on) and size % _product(mesh, parts) == 0:
+                return {**on, row: parts}
+        return None
 
 
 def _rule(operand_axes, result_axes, ctx):

@@ -100,21 +100,22 @@ def split_last(a, groups):
 
 def merged_last(a, like):
     """What split_last made, in the shape of `like` and cut as it is."""
-    own = jax.typeof(like).sharding
-    return jax.lax.reshape(a, like.shape, out_sharding=own) if any(own.spec) else a.reshape(like.shape)
+    own, (*rows, groups, channels) = jax.typeof(like).sharding, jax.typeof(a).sharding.spec
+    merged = (*_names(groups), *_names(channels))
+    a = jax.lax.reshape(a, like.shape, out_sharding=NamedSharding(own.mesh, PartitionSpec(*rows, merged))) if merged else a.reshape(like.shape)
+    return cut_as(a, own.spec, own.mesh)
 
 
 def splittable(groups, split, others=()):
     """Operands, of which split_last takes the first ones. Where an Explicit mesh has groups straddle devices that share them, all are cut as the
-    first: it by rows in place of its last axis, as far as they divide."""
+    first: it by rows in place of its last axis, where they divide."""
     if all(_split(a, groups) is not None for a in split):
         return *split, *others
     first, mesh = split[0], next(m for m in (jax.typeof(a).sharding.mesh for a in split) if not m.empty)
     *rows, last = map(_names, jax.typeof(first).sharding.spec)
-    for name in last:
-        fitting = [i for i, n in enumerate(first.shape[:-1]) if n % math.prod(mesh.shape[axis] for axis in (*rows[i], name)) == 0]
-        if fitting:
-            rows[fitting[0]] += (name,)
+    fitting = [i for i, n in enumerate(first.shape[:-1]) if n % math.prod(mesh.shape[axis] for axis in (*rows[i], *last)) == 0]
+    if fitting:
+        rows[fitting[0]] += last
     wanted = [*(names or None for names in rows), None]
     return [cut_as(a, wanted, mesh) if a.ndim == first.ndim else whole(a) for a in (*split, *others)]
 
