@@ -11,7 +11,7 @@ from ops import assert_trees_close
 
 pytestmark = pytest.mark.skipif("jax.device_count() < 8", reason="needs eight devices")
 SEED = int(os.environ.get("JAX_FUSEDNORM_TEST_SEED", "0"))
-CHUNKS, SLOW_CHUNKS, PROGRAMS, CALLS = 10, 100, 6, 6  # a program holds several calls, for its compilation costs more than they do
+CHUNKS, SLOW_CHUNKS, PROGRAMS, CALLS = 9, 100, 6, 6  # a program holds several calls, for its compilation costs more than they do
 
 
 def raised(draw, f, placed):
@@ -44,7 +44,7 @@ def run_together(draws, placed, mesh):
 
 
 def checked(rng):
-    """Draws calls over one mesh and checks them. How many, and how many of them neither form takes."""
+    """Draws calls over one mesh and checks them. How many of them neither form takes."""
     mesh = sharding_draws.draw_mesh(rng)
     refused, together = 0, []
     for _ in range(CALLS):
@@ -71,16 +71,13 @@ def checked(rng):
                 check(draw, got)
             except AssertionError as wrong:
                 raise AssertionError(f"{draw}: {wrong}") from wrong
-    return CALLS, refused
+    return refused
 
 
 def run_chunk(chunk, record_property):
-    drawn = refused = 0
-    for program in range(PROGRAMS):
-        n, r = checked(np.random.default_rng((SEED, chunk, program)))
-        drawn, refused = drawn + n, refused + r
-    record_property("drawn", f"{drawn} cuts, of which jnp refuses {refused}, seed {SEED}, chunk {chunk}")
-    assert refused < drawn / 2
+    record_property("drawn", f"{PROGRAMS * CALLS} cuts, seed {SEED}, chunk {chunk}")
+    refused = sum(checked(np.random.default_rng((SEED, chunk, program))) for program in range(PROGRAMS))
+    assert refused < PROGRAMS * CALLS / 2  # what jnp refuses proves little
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
