@@ -34,6 +34,7 @@ CALLS = {
     "positions": (partly, ((HEADS, P()), (SCALE, P()), (POSITIONS, P("b"))), 2),
     "the keys' heads alone": (qk_rms_norm_rope, ((HEADS, P("b")), (KEYS, P("b", None, "h")), (SCALE, P()), (SCALE, P()), (POSITIONS, P())), 4),
     "keys by another axis": (qk_rms_norm_rope, ((HEADS, P(None, "b")), (KEYS, P("h")), (SCALE, P()), (SCALE, P()), (POSITIONS, P())), 4),
+    "keys' batch by the axis of the queries' tokens": (qk_rms_norm_rope, ((HEADS, P(None, "b")), (KEYS, P("b")), (SCALE, P()), (SCALE, P()), (POSITIONS, P())), 4),
     "rows over an axis of one device": (rms_norm_add, ((X, P("one")), (Y, P("one")), (SCALE, P())), 3),
 }
 
