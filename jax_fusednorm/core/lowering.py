@@ -93,6 +93,13 @@ def bytes_of(avals):
     return sum(aval.dtype.itemsize * math.prod(n for n in aval.shape if isinstance(n, int)) for aval in avals)
 
 
+def too_long(launcher, library, ctx):
+    """Why the launcher takes no arrays as long as these operands and results, or None."""
+    most = max((bytes_of([aval]) for aval in (*ctx.avals_in, *ctx.avals_out)), default=0)
+    if most > library.longest:
+        return f"{launcher} takes arrays of up to {library.longest} bytes here, and one is of {most}"
+
+
 def launchers_for(platform, requested, moved=math.inf):
     """The kernel builds that a call which moves so many bytes may run there, best first."""
     known = LAUNCHERS.get(platform, ())
@@ -137,7 +144,7 @@ def choose(platforms, requested, ctx, moved, distrust):
         library = ffi.library(launcher)
         if library.usable and not may_use_kernels(requested):
             return refused(f"this process's default platform, {jax.default_backend()}, has no kernels")
-        why_not = distrust(launcher) if library.usable else library.about
+        why_not = (too_long(launcher, library, ctx) or distrust(launcher)) if library.usable else library.about
         if not why_not:
             return Decision(launcher, "; ".join([library.about, *notes]))
         notes.append(why_not)
