@@ -57,8 +57,9 @@ def same(a, b):
 
 
 OTHERS = {bool: lambda v: not v, float: lambda v: v + 0.5, int: lambda v: v + 1}
-OTHERS_BY_NAME = dict(implementation="jnp", style="interleaved", placement="suffix", activation="sigmoid", rounding="float32", group_size=4, gate_start=0,
-                      sum_rounding="storage", norm_rounding="storage", rope_dim=4, round_before_rope=True, dtype="float32", axis_name="devices")
+OTHERS_BY_NAME = dict(implementation="jnp", style="interleaved", placement="suffix", activation="sigmoid", rounding="float32", group_size=4,
+                      gate_start=0, sum_rounding="storage", norm_rounding="storage", rope_dim=4, round_before_rope=True, dtype="float32",
+                      axis_name="devices")
 
 
 def others(defaults):
@@ -131,7 +132,8 @@ def test_nnx_modules_have_equal_graphs_where_their_arguments_are_equal(module):
         assert same(graph, nnx.graphdef(other)), how
         for (path, leaf), (_, want) in zip(nnx.to_flat_state(nnx.state(other)), nnx.to_flat_state(nnx.state(made)), strict=True):
             np.testing.assert_array_equal(leaf[...], want[...], err_msg=f"{how}: {path}")
-    accepted = {n: p.default for owner in module.__mro__ if "__init__" in vars(owner) for n, p in inspect.signature(owner.__init__).parameters.items()}
+    accepted = {name: p.default for owner in module.__mro__ if "__init__" in vars(owner)
+                for name, p in inspect.signature(owner.__init__).parameters.items()}
     for name, other in others(accepted).items():
         changed = nnx.graphdef(make_nnx(module, **{name: other}))
         assert changed != graph and same(changed, nnx.graphdef(make_nnx(module, **{name: other}))), name
