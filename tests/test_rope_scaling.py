@@ -34,6 +34,7 @@ CONFIGS = {
     "yarn, mscales": dict(YARN, mscale=1.0, mscale_all_dim=0.7), "yarn, an mscale of zero": dict(YARN, mscale=2.0, mscale_all_dim=0),
     "longrope": LONGROPE, "longrope by one": dict(LONGROPE, factor=1), "longrope, a large factor": dict(LONGROPE, factor=1e30),
     "longrope, its own factor": dict(without(LONGROPE, "factor"), attention_factor=1.5),
+    "longrope, both factors": dict(LONGROPE, attention_factor=1.5),
     "longrope, of two lengths": dict(without(LONGROPE, "factor"), max_position_embeddings=3 * ORIGINAL),
     "longrope, shortened": dict(LONGROPE, factor=0.5),
     "proportional": PROPORTIONAL, "proportional, no factor": without(PROPORTIONAL, "factor", "partial_rotary_factor"),
