@@ -1,4 +1,4 @@
-"""Rope dictionaries, pair by pair, after the papers and transformers' formulas, which SPEC 11.6 names."""
+"""Rope dictionaries, pair by pair, after the papers and transformers' formulas."""
 
 import math
 
