@@ -5,7 +5,8 @@ import re
 import embed
 import msl_words
 
-TOKEN = re.compile(r"""(?P<comment>//[^\n]*|/\*.*?\*/) | (?P<string>"[^"\n]*") | (?P<character>'[^'\n]+') | (?P<number>\.?[0-9](?:[eEpP][+-]|[\w.'])*)
+TOKEN = re.compile(r"""(?P<comment>//[^\n]*|/\*.*?\*/) | (?P<string>"[^"\n]*") | (?P<character>'[^'\n]+')
+                       | (?P<number>\.?[0-9](?:[eEpP][+-]|[\w.'])*)
                        | (?P<name>[A-Za-z_]\w*) | (?P<space>[ \t\n]+) | (?P<sign>\#\#|::|[-+*/%&|^~!=<>?:;,.(){}\[\]\#]) | (?P<other>.)""", re.S | re.X)
 # Metal has the pragma from 3.2 on, and the launcher compiles as 3.1: there the compile options say it.
 MATH = ["if __METAL_VERSION__ >= 320", "pragma METAL fp math_mode(safe)", "endif"]

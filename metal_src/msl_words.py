@@ -26,8 +26,8 @@ USED = _words("half bfloat uint ushort ulong kernel metal as_type") | QUALIFIERS
 _SCALARS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float", "double")
 SCALARS = _words("""
     uchar int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t size_t ptrdiff_t intptr_t uintptr_t llong ullong quad complex imaginary""")
-VECTORS = frozenset(f"{packed}{scalar}{n}" for packed, scalar, n in itertools.product(("", "packed_"), _SCALARS, (2, 3, 4))) | {"vec", "packed_vec"}
-MATRICES = frozenset(f"{scalar}{m}x{n}" for scalar, m, n in itertools.product(("half", "bfloat", "float", "double"), (2, 3, 4), (2, 3, 4))) | {"matrix"}
+VECTORS = frozenset(map("".join, itertools.product(("", "packed_"), _SCALARS, "234"))) | {"vec", "packed_vec"}
+MATRICES = frozenset(map("".join, itertools.product(("half", "bfloat", "float", "double"), "234", "x", "234"))) | {"matrix"}
 OBJECTS = re.compile(r"(texture|depth)(1d|2d|3d|cube|_buffer)\w*|sampler|atomic(_\w+)?|simdgroup_(matrix|b?float|half)\w*")
 SPACES = _words("threadgroup_imageblock ray_data object_data")
 STAGES = _words("vertex fragment mesh object visible stitchable intersection")
