@@ -10,7 +10,7 @@ PYTEST ?=
 BIN := $(VENV)/bin
 SOURCES := $(shell find metal_src -type f)
 
-.PHONY: demo models mamba2 serve test slow bench info docs macos standin clean
+.PHONY: demo models mamba2 serve test slow faults bench info docs macos standin clean
 
 demo: $(VENV)/examples-ready
 	$(BIN)/python examples/train_lm.py --output out/train_lm.png
@@ -44,6 +44,13 @@ test: $(VENV)/test-ready
 
 slow: $(VENV)/test-ready
 	$(RUN_TESTS) --slow $(PYTEST)
+
+# The faults of tests/faults, planted one by one, must be seen by the tests that each names. FAULTS: their names, or patterns of them.
+# JOBS: how many at once, each in a copy of its own in build/faults.
+FAULTS ?= *
+JOBS ?= 1
+faults: $(VENV)/test-ready
+	FAULTS='$(FAULTS)' $(BIN)/python -m pytest -v -n $(if $(filter 1,$(JOBS)),0,$(JOBS)) --faults -k test_the_fault_is_caught tests/test_faults.py $(PYTEST)
 
 bench: $(VENV)/benchmarks-ready
 	$(BIN)/python benchmarks/run.py
