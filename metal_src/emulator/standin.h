@@ -23,6 +23,9 @@ int standin_check(const char* checker, int on);
 // The random order of lanes and threadgroups. switch_every: lanes also change at one access in this many; 0: only where they meet.
 void standin_seed(uint64_t seed, unsigned switch_every);
 
+// Until the next reset dispatches run only these of their threadgroups, so that one may be of more than would ever end.
+void standin_run_some(unsigned first, unsigned count);
+
 // Misbehaves on demand, for the kernels whose instantiation ("rms_norm<float, ...") begins with `kernel` ("": all; null: no longer).
 //   no device, nil wrapper, short wrapper    instead of a device, a no-copy buffer, a whole one; for all kernels
 //   refuse source, refuse pipeline           newLibraryWithSource, newComputePipelineStateWithFunction return an NSError
