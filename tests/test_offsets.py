@@ -7,6 +7,8 @@ import mmap
 import struct
 import sys
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ import pytest
 import metal_calls
 import oracle
 import paged_calls
+from jax_fusednorm import explain, rms_norm
+from jax_fusednorm.core import ffi
 from metal_driver import COMPLETED, PAGE, launch
 from test_head_kernels import INTERLEAVED, NEOX, POSITIONS, Rope, angles_of, assert_turned, inverse_frequencies, turns_of, want_of
 from test_matmul_kernels import assert_product
@@ -32,9 +36,9 @@ class Sparse:
         self.bytes = int(np.prod(whole, dtype=np.int64)) * array.itemsize
         self.memory = mmap.mmap(-1, self.bytes + 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
         start = -np.frombuffer(self.memory, np.uint8, 1).ctypes.data % PAGE + 64
-        every = np.frombuffer(self.memory, array.dtype, self.bytes // array.itemsize, start).reshape(whole)
-        self.address = every.ctypes.data
-        self.values = every[(*(slice(i, i + n) for i, n in zip(at, array.shape)), ...)]
+        self.whole = np.frombuffer(self.memory, array.dtype, self.bytes // array.itemsize, start).reshape(whole)
+        self.address = self.whole.ctypes.data
+        self.values = self.whole[(*(slice(i, i + n) for i, n in zip(at, array.shape)), ...)]
         self.values[...] = array
 
 
@@ -247,3 +251,21 @@ def test_tokens_and_slots_of_a_paged_cache(machine):
         found = made.check([np.ascontiguousarray(a.values) for a in after])
         slots, zeros = slots + found[0], zeros + found[1]
     assert slots > 10 and zeros > 10, "these calls have lost their teeth"
+
+
+# ---- what no 31 bits can count
+
+@pytest.mark.parametrize("shape", ((1 << 31, 1), (1, 1 << 31), (1 << 16, 1 << 15, 1)))
+def test_more_than_31_bits_of_rows_or_columns_run_jnp(host_kernel, shape):
+    def decision(shape):
+        return explain(rms_norm, jax.ShapeDtypeStruct(shape, jnp.bfloat16))["cpu"]
+
+    assert decision(shape).runs == "jnp" and "needs more than 31 bits to count its rows or columns" in decision(shape).why
+    assert decision((shape[0] - 1, *shape[1:]) if shape[0] > 1 else (1, shape[1] - 1)).runs == "host"
+
+
+@pytest.mark.parametrize("shape", ((1 << 31, 1), (1, 1 << 31)))
+def test_the_handlers_refuse_them_too(host_kernel, shape):
+    x = jax.device_put(Sparse(np.zeros((1, 1), BFLOAT), shape, (0, 0)).whole, jax.devices("cpu")[0])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="x has more than 2\\^31 rows or columns"):
+        ffi.Call("host")("rms_norm", [jax.ShapeDtypeStruct(shape, x.dtype)], x, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True)
