@@ -18,7 +18,7 @@ import venv
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "tests" / "faults"
-LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "out", "__pycache__", "*.egg-info", "faults", "lib")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", ".pytest_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "out", "faults", "lib")
 BUILDS = ("all", "host", "standin", "metal-launcher", "none")
 MINUTES = 15  # that a run may take
 
@@ -158,9 +158,10 @@ class Tree:
     def pytest(self, run, build):
         """The exit status of the tests, and the end of what they printed."""
         implementations = "jnp,host" if build == "host" or not (_linux() or sys.platform == "darwin") else "jnp,host,metal"
-        command = [self.python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=line", "--implementations", implementations, *shlex.split(run)]
+        command = [self.python, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "--tb=line", "--implementations", implementations, *shlex.split(run)]
         try:
-            done = subprocess.run(command, cwd=self.root, env=self.environment(build), capture_output=True, text=True, check=False, timeout=60 * MINUTES)
+            done = subprocess.run(command, cwd=self.root, env=self.environment(build), capture_output=True, text=True, check=False,
+                                  timeout=60 * MINUTES)
         except subprocess.TimeoutExpired:
             return "timeout", f"{MINUTES} minutes"
         return done.returncode, (done.stdout + done.stderr)[-3000:]
