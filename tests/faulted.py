@@ -157,7 +157,8 @@ class Tree:
 
     def pytest(self, run, build):
         """The exit status of the tests, and the end of what they printed."""
-        implementations = "jnp,host" if build == "host" or not (_linux() or sys.platform == "darwin") else "jnp,host,metal"
+        every = "jnp,host,metal" if _linux() or sys.platform == "darwin" else "jnp,host"
+        implementations = {"host": "host", "metal-launcher": "metal"}.get(build, every)  # the rest is as it was
         command = [self.python, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "--tb=line", "--implementations", implementations, *shlex.split(run)]
         try:
             done = subprocess.run(command, cwd=self.root, env=self.environment(build), capture_output=True, text=True, check=False,
