@@ -27,9 +27,8 @@ def test_every_patch_fits(fault):
         text = (faulted.ROOT / path).read_text()
         assert all(re.search(rf"\b{re.escape(name.split('[')[0])}\b", text) for name in names), file
     if "-k" in words:
-        told = re.findall(r"\w+", words[words.index("-k") + 1])
-        texts = "".join((faulted.ROOT / file.split("::")[0]).read_text() for file in files)
-        assert all(word in texts for word in told if word not in ("and", "or", "not")), "names of no test there"
+        first = re.search(r"\w+", words[words.index("-k") + 1])[0]
+        assert first == "not" or any(first in (faulted.ROOT / file.split("::")[0]).read_text() for file in files), f"what has {first} in its name?"
 
 
 def test_a_patch_that_fits_no_more_is_an_error(tmp_path):
