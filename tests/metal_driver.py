@@ -123,6 +123,10 @@ class Standin:
         for checker in off:
             assert self.library.standin_check(checker.encode(), 0), checker
 
+    def run_some(self, first, count):
+        """Until the next reset dispatches run only `count` of their threadgroups."""
+        self.library.standin_run_some(first, count)
+
     def seed(self, seed, switch_every=0):
         self.library.standin_seed(seed, switch_every)
 

@@ -24,6 +24,9 @@ int standin_check(const char* checker, int on);
 // The random order of lanes and threadgroups. switch_every: lanes also change at one access in this many; 0: only where they meet.
 void standin_seed(uint64_t seed, unsigned switch_every);
 
+// Until the next reset dispatches run only these of their threadgroups, so that one may be of more than would ever end.
+void standin_run_some(unsigned first, unsigned count);
+
 // Misbehaves on demand; `of` null: no longer. First what befalls the kernels whose instantiation ("rms_norm<float, ...") begins with `of`:
 //   refuse source, refuse pipeline           newLibraryWithSource, newComputePipelineStateWithFunction return an NSError
 //   hang, fail                               the command buffer does not end while this is asked for, ends with an NSError and wrong results
