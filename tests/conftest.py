@@ -57,6 +57,14 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in set(slow)]
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What random tests drew, from every process of the tests."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties:
+            if name == "drawn" and report.when == "call":
+                terminalreporter.write_line(f"{report.nodeid}: {value}")
+
+
 @functools.cache
 def why_not(implementation):
     """None where `implementation` can run here, else the package's own reason."""

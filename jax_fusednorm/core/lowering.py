@@ -147,21 +147,35 @@ def choose(platforms, requested, ctx, moved, distrust):
 _record = contextvars.ContextVar("jax_fusednorm_decisions", default=None)
 
 
+class _Record(list):
+    """The Decisions of one lowering; `asked`: the platforms whose partitioners have yet to say whether the kernels stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = set()
+
+    def later(self, at, why):
+        self[at] = Decision("jnp", why)
+
+
 def decide(name, platforms, requested, ctx, place, strict, **options):
-    """(choose(), and what place(launcher) makes of it for the devices in `ctx`), recorded for explain().
+    """(choose(), and what place(launcher, report) makes of it for the devices in `ctx`), recorded for explain().
 
     A call that no kernel can take is an error if it is `strict` and asked for one, else the reference runs. How the operands are
     cut over devices is never an error: there the reference is what XLA knows how to cut.
     """
     decision, placed = choose(platforms, requested, ctx, **options), None
+    record = _record.get()
     if decision.runs not in (None, "jnp"):
-        placed = place(decision.runs)
+        report = (lambda why: None) if record is None else functools.partial(record.later, len(record))
+        placed = place(decision.runs, report)
         if placed.why:
             decision, placed = Decision("jnp", placed.why), None
     if decision.runs is None and not strict:
         decision = Decision("jnp", decision.why)
-    if _record.get() is not None:
-        _record.get().append(decision)
+    if record is not None:
+        record.append(decision)
+        record.asked.update([placed.asked] if placed and placed.asked else ())
     elif decision.runs is None:
         raise NotImplementedError(
             f"{name}: implementation={requested!r} was asked for, but {decision.why}. "
@@ -171,7 +185,7 @@ def decide(name, platforms, requested, ctx, place, strict, **options):
 
 @contextlib.contextmanager
 def _recording():
-    decisions = []
+    decisions = _Record()
     token = _record.set(decisions)
     try:
         yield decisions
@@ -192,7 +206,9 @@ def explain(op, *args, platforms=("cpu", "cuda", "rocm", "tpu", "mps"), **kwargs
         call = functools.partial(op, **kwargs)
         with _recording() as decisions:
             # a fresh function, so that no cached lowering answers in our place
-            jax.jit(lambda *a: call(*a)).trace(*args).lower(lowering_platforms=(platform,))
-        # the last: what an op runs may be another op
-        found[platform] = decisions[-1] if decisions else Decision("jnp", "the call needs no kernel")
+            lowered = jax.jit(lambda *a: call(*a)).trace(*args).lower(lowering_platforms=(platform,))
+            last = len(decisions) - 1  # what an op runs may be another op
+            if platform in decisions.asked:
+                lowered.compile()
+        found[platform] = decisions[last] if decisions else Decision("jnp", "the call needs no kernel")
     return found

@@ -1,5 +1,7 @@
 """RMSNorm and rotary position embedding of queries and keys in one call."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -50,6 +52,10 @@ def qk_rms_norm_rope(q, k, q_scale, k_scale, positions, *, theta=10000.0, rope_d
     if len(given) == 1:  # the primitive knows both or neither
         scales = [jnp.ones(width, given[0].dtype) if s is None else s for s in scales]
     q, k = sharding.whole(q), sharding.whole(k)
+    if not sharding.cut_over_the_same(q, k):  # the heads of one alone: the other's result is the same on all devices, and says so
+        alone = _heads.Spec(**dataclasses.asdict(spec))
+        return tuple(_heads.HEAD_RMS_NORM_ROPE.bind(x, _heads.checked_positions(op, positions, x, frequencies), frequencies, scale, spec=alone)[0]
+                     for x, scale in zip((q, k), scales))
     return tuple(QK_RMS_NORM_ROPE.bind(q, k, _heads.checked_positions(op, positions, q, frequencies), frequencies, *scales, spec=spec))
 
 

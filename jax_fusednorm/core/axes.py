@@ -1,0 +1,29 @@
+"""The strings that name the axes of an op's arrays, and what follows from the mesh axes that they are cut over."""
+
+import jax
+from jax.sharding import PartitionSpec
+
+
+def is_row(axes):
+    return axes.startswith("*")
+
+
+def dims_of(axes, ndim):
+    """The names of an array's dimensions: "*d" with ndim 3 is ["*0", "*1", "d"]."""
+    letters = axes.lstrip("*")
+    return [f"*{i}" for i in range(ndim - len(letters))] * is_row(axes) + list(letters)
+
+
+def spec_of(on, axes, ndim):
+    """The PartitionSpec of an array whose dimensions are cut over the mesh axes on[dimension]."""
+    return PartitionSpec(*(on.get(dim) for dim in dims_of(axes, ndim)))
+
+
+def summed(primitive, results, operand_axes, result_axes, on):
+    """Results shared by all rows are sums over them, where there are rows, and those without a parted axis over its parts: add up the devices'."""
+    if not any(map(is_row, operand_axes)):
+        return results
+    def added(result, axes):
+        others = tuple(name for dim, names in on.items() if dim not in axes and (dim in primitive.parted or not is_row(axes)) for name in names)
+        return jax.lax.psum(result, others) if others else result
+    return list(map(added, results, result_axes))
