@@ -33,7 +33,10 @@ class Placed:
 
 
 def place(primitive, body, ctx, params, report):
-    """`body`, the kernel on whole operands, made right for the devices of `ctx`. report(why): called while XLA compiles, where it runs the reference."""
+    """`body`, the kernel on whole operands, made right for the devices of `ctx`.
+
+    report(why): called while XLA compiles, where it runs the reference.
+    """
     axes = ctx.module_context.axis_context
     inside = isinstance(axes, mlir.SPMDAxisContext)
     mesh = _mesh(ctx)
