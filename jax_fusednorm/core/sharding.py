@@ -81,11 +81,15 @@ def _mesh(ctx):
 
 
 def _summed(primitive, results, operand_axes, result_axes, on):
-    """Results shared by all rows are sums over them, where there are rows, and those without a parted axis over its parts: add up the devices'."""
+    """Results shared by all rows are sums over those they share an axis with, or over all, and those without a parted axis over its parts: add
+    up the devices'."""
     if not any(map(is_row, operand_axes)):
         return results
+    rows = [axes for axes in operand_axes if is_row(axes)]
     def summed(result, axes):
-        others = tuple(name for dim, names in on.items() if dim not in axes and (dim in primitive.parted or not is_row(axes)) for name in names)
+        of = "".join([row for row in rows if set(row) & set(axes)] or rows)
+        others = tuple(name for dim, names in on.items() for name in names
+                       if dim not in axes and (dim in primitive.parted or not is_row(axes) and (dim.startswith("*") or dim in of)))
         return jax.lax.psum(result, others) if others else result
     return list(map(summed, results, result_axes))
 
@@ -140,7 +144,8 @@ def _in_shard_map(primitive, ctx, params, mesh, explicit):
     def local(*operands):
         return _summed(primitive, primitive.bind(*operands, **params), operand_axes, result_axes, on)
 
-    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit), ctx)
+    # keys beside queries whose heads are cut are the same on those devices, which JAX cannot tell
+    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit, check_vma=False), ctx)
 
 
 def _in_custom_partitioning(primitive, ctx, params):
