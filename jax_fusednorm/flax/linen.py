@@ -33,7 +33,8 @@ class RMSNorm(linen.RMSNorm):
     implementation: str | None = None
 
     def __post_init__(self):
-        self.scale_init = common.initial_scale(self.scale_init, self.scale_offset)
+        if self.scale_init is None:
+            self.scale_init = common.default_scale_init  # Flax's path calls it
         super().__post_init__()
 
     @linen.compact
@@ -41,7 +42,8 @@ class RMSNorm(linen.RMSNorm):
         if not common.has_kernel(self, x, mask) or not self.force_float32_reductions:
             common.check_flax_path(self)
             return super().__call__(x, mask=mask)
-        scale = self.param("scale", self.scale_init, (jnp.shape(x)[-1],), self.param_dtype) if self.use_scale else None
+        init = common.initial_scale(self.scale_init, self.scale_offset)
+        scale = self.param("scale", init, (jnp.shape(x)[-1],), self.param_dtype) if self.use_scale else None
         x, = common.promote(self.dtype, scale, x)
         return rms_norm(x, scale, epsilon=self.epsilon, scale_offset=self.scale_offset,
                         multiply_before_cast=self.multiply_before_cast, implementation=self.implementation)
@@ -181,10 +183,10 @@ class QKNormRope(linen.Module):
     Fields:
       theta, rope_dim, style, placement, epsilon, scale_offset, multiply_before_cast, round_before_rope, implementation: as in
         `qk_rms_norm_rope`.
-      head_dim: D; needed for a fused projection alone, whose shape does not tell it.
       dtype: what q and k are cast to; None: what they and the scales promote to.
       param_dtype: the scales' dtype.
       scale_init: the scales' initializer; by default what makes scale + scale_offset one.
+      head_dim: D; needed for a fused projection alone, whose shape does not tell it.
 
     Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is; or with
     a fused projection [..., T, W], None, positions and num_heads, num_kv_heads, q_start, k_start and v_start.
@@ -198,11 +200,11 @@ class QKNormRope(linen.Module):
     scale_offset: float = 0.0
     multiply_before_cast: bool = True
     round_before_rope: bool | None = None
-    head_dim: int | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
     scale_init: Callable | None = None
     implementation: str | None = None
+    head_dim: int | None = None
 
     @linen.compact
     def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None, **columns):

@@ -8,6 +8,7 @@ from .comparisons import (  # noqa: F401
     assert_sum_close, bits, ulps)
 from .heads import (  # noqa: F401
     head_rms_norm_rope, head_rms_norm_rope_vjp, inverse_frequencies, paged_places, pairs_of, qk_rms_norm_rope_paged)
+from .ropes import scaled_frequencies  # noqa: F401
 from .rounding import name_of, rounded, wide  # noqa: F401
 from .rows import (  # noqa: F401
     add_rms_norm, add_rms_norm_jvp, add_rms_norm_vjp, gated_group_rms_norm, gated_group_rms_norm_jvp, gated_group_rms_norm_vjp,
