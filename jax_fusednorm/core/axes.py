@@ -20,10 +20,14 @@ def spec_of(on, axes, ndim):
 
 
 def summed(primitive, results, operand_axes, result_axes, on):
-    """Results shared by all rows are sums over them, where there are rows, and those without a parted axis over its parts: add up the devices'."""
+    """Results shared by all rows are sums over those they share an axis with, or over all, and those without a parted axis over its parts: add
+    up the devices'."""
     if not any(map(is_row, operand_axes)):
         return results
+    rows = [axes for axes in operand_axes if is_row(axes)]
     def added(result, axes):
-        others = tuple(name for dim, names in on.items() if dim not in axes and (dim in primitive.parted or not is_row(axes)) for name in names)
+        of = "".join([row for row in rows if set(row) & set(axes)] or rows)
+        others = tuple(name for dim, names in on.items() for name in names
+                       if dim not in axes and (dim in primitive.parted or not is_row(axes) and (dim.startswith("*") or dim in of)))
         return jax.lax.psum(result, others) if others else result
     return list(map(added, results, result_axes))

@@ -195,8 +195,10 @@ class QKNormRope(_Module):
       dtype: what q and k are cast to; None: what they and the scales promote to.
       param_dtype: the scales' dtype.
       scale_init: the scales' initializer; by default what makes scale + scale_offset one.
+      head_dim: D; needed for a fused projection alone, whose shape does not tell it.
 
-    Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is.
+    Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is; or with
+    a fused projection [..., T, W], None, positions and num_heads, num_kv_heads, q_start, k_start and v_start.
     """
 
     theta: float = 10000.0
@@ -211,9 +213,13 @@ class QKNormRope(_Module):
     param_dtype: Any = jnp.float32
     scale_init: Callable | None = None
     implementation: str | None = None
+    head_dim: int | None = None
 
     @linen.compact
-    def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None):
+    def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None, **columns):
+        if k is None and self.head_dim is None:
+            raise ValueError("QKNormRope: `head_dim` is None, but a fused projection's shape does not tell how wide a head is: give the field.")
+        width = jnp.shape(q)[-1] if self.head_dim is None else self.head_dim
         init = common.initial_scale(self.scale_init, self.scale_offset)
-        scales = [_Scale(init, self.param_dtype, name=name)(jnp.shape(q)[-1]) for name in ("q_norm", "k_norm")]
-        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis)
+        scales = [_Scale(init, self.param_dtype, name=name)(width) for name in ("q_norm", "k_norm")]
+        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis, columns)

@@ -182,7 +182,8 @@ class QKNormRope(nnx.Module):
       scale_metadata: metadata of the nnx.Params, their sharding for one.
       rngs: the key of the initializer.
 
-    Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is.
+    Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is; or with
+    a fused projection [..., T, W], None, positions and num_heads, num_kv_heads, q_start, k_start and v_start.
     """
 
     def __init__(self, head_dim, *, theta=10000.0, rope_dim=None, style="neox", placement="prefix", epsilon=1e-6, scale_offset=0.0,
@@ -197,6 +198,6 @@ class QKNormRope(nnx.Module):
         self.round_before_rope = round_before_rope
         self.implementation = common.checked_implementation(self, implementation)
 
-    def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None):
+    def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None, **columns):
         scales = self.q_norm.scale[...], self.k_norm.scale[...]
-        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis)
+        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis, columns)
