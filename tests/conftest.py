@@ -63,6 +63,14 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{len(caught)} of {len(caught) + len(missed)} planted faults caught")
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What random tests drew, from every process of the tests."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties:
+            if name == "drawn" and report.when == "call":
+                terminalreporter.write_line(f"{report.nodeid}: {value}")
+
+
 @functools.cache
 def why_not(implementation):
     """None where `implementation` can run here, else the package's own reason."""

@@ -91,12 +91,14 @@ void report(const Dispatch& d) {
   dispatched.push_back(ran);
 }
 
-// The first element that the kernel wrote of each buffer gets another exponent.
-void make_wrong(const Dispatch& d) {
-  for (size_t i = 0; i < d.kernel->buffer_count; ++i) {
+// The first element that the kernel wrote of each buffer, or of the last that it wrote, gets another exponent.
+void make_wrong(const Dispatch& d, bool each) {
+  for (size_t i = d.kernel->buffer_count; i--;) {
     size_t at = 0;
     while (at < d.regions[i].bytes && !(d.regions[i].touched.get()[at] & 2)) ++at;
-    if (at < d.regions[i].bytes) reinterpret_cast<char*>(d.regions[i].base)[at + d.kernel->buffers[i].bytes - 1] ^= 0x40;
+    if (at == d.regions[i].bytes) continue;
+    reinterpret_cast<char*>(d.regions[i].base)[at + d.kernel->buffers[i].bytes - 1] ^= 0x40;
+    if (!each) return;
   }
 }
 
@@ -120,18 +122,25 @@ std::string execute(const CommandBuffer* c) {
   for (const Command& command : c->commands) {
     const EmulatedKernel* const kernel = command.pipeline->kernel;
     while (misbehaves("hang", kernel->name)) usleep(1000);
-    if (misbehaves("fail", kernel->name)) return std::string(kernel->name) + " fails, as asked for";
     if (command.barrier_before) new_wave();
     Dispatch d{kernel, {}, unsigned(command.groups.width), unsigned(command.threads.width), unsigned(command.threadgroup_bytes)};
     for (size_t i = 0; i < kernel->buffer_count; ++i) d.regions.push_back(command.bindings[i].region(i, kernel->buffers[i].writable));
     run(d, seed, some);
     std::lock_guard<std::recursive_mutex> guard(lock());
     report(d);
-    if (misbehaves("wrong", kernel->name)) make_wrong(d);
+    const bool fails = misbehaves("fail", kernel->name), each = fails || misbehaves("wrong", kernel->name);
+    if (each || misbehaves("wrong last", kernel->name)) make_wrong(d, each);
+    if (fails) return std::string(kernel->name) + " fails, as asked for";
   }
   std::lock_guard<std::recursive_mutex> guard(lock());
   if (!intact(c)) complain("object", "a command buffer that retains nothing uses what is gone before it has completed");
   return complaints_after(before);
+}
+
+void use(const CommandBuffer* c, int step) {
+  for (const Command& command : c->commands)
+    for (const Binding& b : command.bindings)
+      if (b.buffer) b.buffer->under_way += step;
 }
 
 void finish(Ref<CommandBuffer>* committed) {
@@ -140,6 +149,7 @@ void finish(Ref<CommandBuffer>* committed) {
   std::lock_guard<std::recursive_mutex> guard(lock());
   if (!error.empty()) c->error = new Text("NSError", error);
   c->status = error.empty() ? Completed : Failed;
+  use(c, -1);
   delete committed;
   --under_way;
   done.notify_all();
@@ -155,6 +165,7 @@ void commit(CommandBuffer* c, SEL) {
   c->status = Committed;
   std::lock_guard<std::recursive_mutex> guard(lock());
   ++under_way;
+  use(c, 1);
   std::thread(finish, new Ref<CommandBuffer>(c)).detach();
 }
 

@@ -23,6 +23,7 @@ size_t complaint_count();
 std::string complaints_after(size_t count);
 void forget_after(size_t count);
 bool misbehaves(const char* how, const std::string& kernel = "");
+std::string asked_of(const char* how);  // what it is asked to befall; "" too where it is not asked for
 void count(const std::string& what);
 long counted(const std::string& what);
 void forget_complaints();
