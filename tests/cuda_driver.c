@@ -51,7 +51,7 @@ API int cuCtxGetDevice(int* device) { return *device = atoi(given("FAKE_CUDA_CUR
 API int cuThreadExchangeStreamCaptureMode(int* mode) { return note("mode %d\n", *mode), *mode = 0, 0; }
 API int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   if (getenv("FAKE_CUDA_UNLOADED") || a || b || c || d || e || f) return 209;
-  note("load %.60s\n", (const char*)code);
+  note("load %.*s\n", (int)strcspn(code, "\n"), (const char*)code);
   return *library = strdup(code), 0;
 }
 API int cuLibraryGetKernel(void** kernel, void* library, const char* name) {

@@ -76,7 +76,10 @@ def _small(primitive, avals, params):
                 most = left if is_row(dim) else _FEW
                 counted[dim] = min(size, most) if isinstance(size, int) else most  # an exported size may be a symbol
                 left = left // max(counted[dim], 1) if is_row(dim) else left
-    return tuple((tuple(counted.get(dim, size) for dim, size in zip(dims_of(axes, aval.ndim), aval.shape)), aval.dtype.name)
+    def small(dim, size):
+        return counted.get(dim, size if isinstance(size, int) else _FEW)
+
+    return tuple((tuple(small(dim, size) for dim, size in zip(dims_of(axes, aval.ndim), aval.shape)), aval.dtype.name)
                  for axes, aval in zip(operand_axes, avals))
 
 

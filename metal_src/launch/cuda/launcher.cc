@@ -112,7 +112,7 @@ ffi::Error launch_one(Context stream, const Launch& launch) {
 ffi::Error run(Context stream, const Launch* launches, int count) {
   bool usable = false;
   const std::string about = status(&usable);
-  if (!usable) return failed(about);
+  if (!usable || !(preparing || driver().present)) return failed(about);
   for (int i = 0; i < count; ++i)
     if (ffi::Error error = preparing ? prepare(launches[i]) : launch_one(stream, launches[i]); error.failure()) return error;
   return ffi::Error::Success();
