@@ -26,6 +26,12 @@ def pytest_configure(config):
     os.environ.setdefault("JAX_FUSEDNORM_SELF_CHECK", "0")  # the tests are the check; what the package makes of its own: test_selfcheck.py
 
 
+def pytest_terminal_summary(terminalreporter):
+    checked = [count for report in terminalreporter.getreports("passed") for name, count in report.user_properties if name == "checked by msl_lint"]
+    if checked:
+        terminalreporter.write_line(f"the language check: {len(checked)} kernel texts, {sum(checked)} instantiations")
+
+
 def _implementations(config):
     return tuple(name.strip() for name in config.getoption("--implementations").split(",") if name.strip())
 

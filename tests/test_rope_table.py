@@ -101,7 +101,7 @@ def test_angles_in_turns_are_right_where_float32_products_are_not(theta, width):
     (dict(theta=0.5), "`theta` is 0.5"),
     (dict(scaling=dict(rope_type="longrope")), "'longrope'"),
     (dict(scaling=dict(rope_type="yarn", factor=2.0)), "'original_max_position_embeddings'"),
-    (dict(scaling=dict(LLAMA3, rope_theta=5e5)), "`theta` is 10000.0"),
+    (dict(theta=1e4, scaling=dict(LLAMA3, rope_theta=5e5)), "`theta` is 10000.0"),
     (dict(scaling="llama3"), "`scaling` is 'llama3'"),
     (dict(scaling=dict(rope_type="linear", factor="much")), "`scaling['factor']` is 'much'"),
     (dict(scaling=dict(rope_type="linear", factor="2")), "`scaling['factor']` is '2'"),

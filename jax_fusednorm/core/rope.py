@@ -5,70 +5,24 @@ adds, a binary fraction of 64 bits made from float64, and angles are wrapping in
 any compiler and math mode. The kernels do the same arithmetic (metal_src/kernels/rope.h).
 """
 
-import math
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import checks, sharding
+from . import checks, rope_scaling, sharding
 
-SCALINGS = ("default", "linear", "llama3", "yarn", "proportional")
-
-
-def inverse_frequencies(rope_dim, theta, scaling=None, *, denominator=None):
+def inverse_frequencies(rope_dim, theta, scaling=None, *, denominator=None, length=0):
     """(float64 [rope_dim / 2], radians that one position adds to each pair's angle; the factor of cos and sin).
 
-    scaling: None, or a Hugging Face rope dictionary; see `rope_table`.
+    scaling: None, or a rope dictionary as `rope_scaling.read` gives it. length: of the sequence, where the scaling asks.
     """
     own = theta ** -(np.arange(0, rope_dim, 2, dtype=np.float64) / (denominator or rope_dim))
     if scaling is None:
         return own, 1.0
-    return {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _default}[scaling["rope_type"]](
-        own, rope_dim, theta, scaling)
+    return rope_scaling.KINDS[scaling["rope_type"]].scaled(own, scaling, theta, length)
 
 
-def _default(own, rope_dim, theta, scaling):
-    return own, 1.0
-
-
-def _linear(own, rope_dim, theta, scaling):
-    return own / scaling["factor"], 1.0
-
-
-def _llama3(own, rope_dim, theta, scaling):
-    """Long waves are stretched, short ones kept, those between blended by how many fit into the old context."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    waves = scaling["original_max_position_embeddings"] * own / (2 * np.pi)
-    kept = np.clip((waves - low) / (high - low), 0.0, 1.0)
-    return own * (kept + (1 - kept) / scaling["factor"]), 1.0
-
-
-def _yarn(own, rope_dim, theta, scaling):
-    """As llama3, blended along the pairs, between those that turn beta_fast and beta_slow times in the old context."""
-    factor = scaling["factor"]
-
-    def pair_of(rotations):
-        return rope_dim * math.log(scaling["original_max_position_embeddings"] / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    first, last = pair_of(scaling.get("beta_fast") or 32), pair_of(scaling.get("beta_slow") or 1)
-    if scaling.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rope_dim - 1)
-    stretched = np.clip((np.arange(rope_dim // 2) - first) / ((last - first) or 1e-3), 0.0, 1.0)
-
-    def magnitude(weight):
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    amplitude = scaling.get("attention_factor")
-    if amplitude is None:
-        some, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        amplitude = magnitude(some) / magnitude(all_dims) if some and all_dims else magnitude(1.0)
-    return own * (1 - stretched + stretched / factor), amplitude
-
-
-def rope_table(max_positions, rope_dim, *, theta=10000.0, scaling=None, head_dim=None):
+def rope_table(max_positions, rope_dim, *, theta=None, scaling=None, head_dim=None):
     """The cosines and sines of every position, for `freqs_cis`.
 
     Equivalent to, in float64::
@@ -79,72 +33,61 @@ def rope_table(max_positions, rope_dim, *, theta=10000.0, scaling=None, head_dim
     Args:
       max_positions: positions 0 to max_positions - 1 have a row.
       rope_dim: how many channels rotate: twice the number of pairs.
-      theta: the base of the frequencies, at least 1.
-      scaling: None, or a Hugging Face rope dictionary: "rope_type" is "default"; "linear" (with "factor"); "llama3" ("factor",
-        "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"); "yarn" ("factor",
-        "original_max_position_embeddings", and where wanted "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale",
-        "mscale_all_dim"; its attention factor multiplies cos and sin); or "proportional" (Gemma 4: needs `head_dim`). A "rope_theta"
-        in it must equal `theta`.
-      head_dim: for "proportional" alone: the exponent's denominator, and the table's width; the pairs beyond rope_dim / 2 have cos 1
-        and sin 0.
+      theta: the base of the frequencies, at least 1; None: the scaling's "rope_theta", or 10000.
+      scaling: None, or a Hugging Face rope dictionary; see below.
+      head_dim: the channels of a head, for "proportional" or where the scaling has a "partial_rotary_factor".
 
     Returns:
       float32 [max_positions, rope_dim], or [max_positions, head_dim] for "proportional": cos and sin of each pair side by side.
 
     Raises:
-      ValueError: a wrong size, theta or scaling.
+      ValueError: a wrong size or theta; a scaling's key that is missing, unknown, of another rope_type or of a wrong value.
 
-    Formulas: Su et al., RoFormer, 2021; Peng et al., YaRN, 2023; the Llama 3.1 and Gemma 4 model cards.
+    A scaling is what a config of transformers calls rope_parameters, or once rope_scaling. Of the frequencies f = theta^(-2p / rope_dim) of
+    the pairs p it makes, by its "rope_type" (or "type"), with the keys named:
+
+    - "default", also if there is none, and "mrope": f.
+    - "linear": f / factor.
+    - "proportional" (Gemma 4): f / factor, "factor" being 1 by default, with head_dim as the exponent's denominator; the pairs beyond
+      rope_dim / 2, of the head_dim / 2 that there are, have cos 1 and sin 0.
+    - "dynamic": f of the theta multiplied by (factor * length / original - (factor - 1))^(rope_dim / (rope_dim - 2)), where the table's length,
+      max_positions, is beyond the original, "original_max_position_embeddings", which for transformers is config.max_position_embeddings.
+    - "llama3": with waves = original * f / 2 pi, how often a pair turns in the original context, f / factor where waves is below
+      "low_freq_factor", f where it is above "high_freq_factor", and between the two a mean, weighted by waves.
+    - "yarn": f / factor for the pairs that turn less than "beta_slow" (1) times in the original context, f for those that turn more than
+      "beta_fast" (32) times, and between the two a mean, weighted by p; with "truncate" (True) the ends of that range are whole. cos and sin
+      are multiplied by "attention_factor": by default m(mscale) / m(mscale_all_dim), if both are there and not 0, else m(1), where
+      m(w) = 0.1 w ln(factor) + 1.
+    - "longrope", or "su" (Phi 3): f / short_factor, or where the table's length is beyond the original f / long_factor, lists of a number for
+      each pair. cos and sin are multiplied by "attention_factor": by default sqrt(1 + ln(factor) / ln(original)).
+
+    The original is "original_max_position_embeddings" throughout; for "yarn" and "longrope" a "max_position_embeddings" divided by it may stand
+    in for the factor. Any of them may have a "rope_theta", and a "partial_rotary_factor": then rope_dim must be that part of head_dim. A key
+    that is None is as good as missing. No other key is taken. "dynamic" and "longrope" look at a sequence's length in transformers, so that
+    a table stands for sequences of its own length: make one of each length that is served.
+
+    Formulas: Su et al., RoFormer, 2021; Peng et al., YaRN, 2023; Ding et al., LongRoPE, 2024; the Llama 3.1 and Gemma 4 model cards; and
+    transformers' modeling_rope_utils, which they are tested against.
     """
     op = "rope_table"
     max_positions = checks.integer(op, "max_positions", max_positions, at_least=1)
     rope_dim = checks.integer(op, "rope_dim", rope_dim, at_least=1)
     if rope_dim % 2:
         checks.fail(op, "rope_dim", f"{rope_dim}", "an even number was wanted: channels rotate in pairs")
-    theta = checks.real(op, "theta", theta, at_least=1)
-    proportional = _check_scaling(op, scaling, theta) == "proportional"
-    if proportional != (head_dim is not None):
-        checks.fail(op, "head_dim", f"{head_dim}", "it goes with scaling of the rope_type 'proportional', and with no other")
-    if proportional and not (checks.integer(op, "head_dim", head_dim) % 2 == 0 and rope_dim <= head_dim):
-        checks.fail(op, "head_dim", f"{head_dim}", f"an even number of at least rope_dim, {rope_dim}, was wanted")
-    own, amplitude = inverse_frequencies(rope_dim, theta, scaling, denominator=head_dim)
-    table = np.empty((max_positions, (head_dim or rope_dim) // 2, 2), np.float32)
+    scaling = rope_scaling.read(op, scaling)
+    own_theta = scaling.get("rope_theta", 10000.0)
+    theta = checks.real(op, "theta", own_theta if theta is None else theta, at_least=1)
+    if theta != scaling.get("rope_theta", theta):
+        checks.fail(op, "theta", f"{theta}", f"the scaling's own rope_theta, {own_theta}, was wanted: pass theta={own_theta}, or leave it out")
+    rope_scaling.fit(op, scaling, rope_dim=rope_dim, theta=theta, head_dim=head_dim)
+    width = head_dim if scaling["rope_type"] == "proportional" else rope_dim
+    frequencies, amplitude = inverse_frequencies(rope_dim, theta, scaling, denominator=width, length=max_positions)
+    table = np.empty((max_positions, width // 2, 2), np.float32)
     table[:] = (1.0, 0.0)
     for start in range(0, max_positions, 4096):  # a float64 copy of the whole could be large
-        angle = np.arange(start, min(start + 4096, max_positions), dtype=np.float64)[:, None] * own
+        angle = np.arange(start, min(start + 4096, max_positions), dtype=np.float64)[:, None] * frequencies
         table[start:start + 4096, :rope_dim // 2] = amplitude * np.stack([np.cos(angle), np.sin(angle)], -1)
     return jnp.asarray(table.reshape(max_positions, -1))
-
-
-_NEEDED = {"linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings"),
-           "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-
-_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-
-
-def _check_scaling(op, scaling, theta):
-    """The scaling's rope_type, or None."""
-    if scaling is None:
-        return None
-    if not isinstance(scaling, Mapping):
-        checks.fail(op, "scaling", f"{scaling!r}", "a Hugging Face rope dictionary was wanted: {'rope_type': 'linear', 'factor': 8.0}")
-    kind = scaling.get("rope_type")
-    if kind not in SCALINGS:
-        checks.fail(op, "scaling", f"of rope_type {kind!r}", f"one of {', '.join(map(repr, SCALINGS))} was wanted")
-    missing = [name for name in _NEEDED.get(kind, ()) if scaling.get(name) is None]
-    if missing:
-        checks.fail(op, "scaling", f"{scaling}", f"rope_type {kind!r} needs {', '.join(map(repr, missing))} too")
-    for name in (*_NEEDED.get(kind, ()), *(_OPTIONAL if kind == "yarn" else ())):
-        if scaling.get(name) is not None and checks.real(op, f"scaling[{name!r}]", scaling[name], at_least=0) == 0 and name in _NEEDED[kind]:
-            checks.fail(op, f"scaling[{name!r}]", "0", "a positive number was wanted")
-    if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
-        checks.fail(op, "scaling['high_freq_factor']", f"{scaling['high_freq_factor']}",
-                    f"more than its low_freq_factor, {scaling['low_freq_factor']}, was wanted")
-    if kind == "yarn" and theta == 1:
-        checks.fail(op, "theta", "1.0", "more was wanted: rope_type 'yarn' tells pairs apart by their frequencies")
-    if scaling.get("rope_theta", theta) != theta:
-        checks.fail(op, "theta", f"{theta}", f"the scaling's own rope_theta, {scaling['rope_theta']}, was wanted: pass theta={scaling['rope_theta']}")
-    return kind
 
 
 # ---- angles ----

@@ -11,7 +11,16 @@ from ..ops.qk_rms_norm_rope import qk_rms_norm_rope
 ONES = initializers.ones
 
 
-default_kernel_init = initializers.lecun_normal()  # Flax's own for linear layers
+# The default initializers are functions of this file, not closures made anew: so equal modules compare equal, and pickle.
+
+def default_kernel_init(*args, **kwargs):
+    """Flax's own for linear layers."""
+    return initializers.lecun_normal()(*args, **kwargs)
+
+
+def default_scale_init(*args, **kwargs):
+    """Ones. As a module's scale_init it stands for what makes scale + scale_offset one: see `initial_scale`."""
+    return ONES(*args, **kwargs)
 
 
 def promote(dtype, scale, *arrays):
@@ -25,7 +34,7 @@ def promote(dtype, scale, *arrays):
 
 def initial_scale(scale_init, scale_offset):
     """The initializer asked for, or one that makes scale + scale_offset one."""
-    return initializers.constant(1.0 - scale_offset) if scale_init is None else scale_init
+    return initializers.constant(1.0 - scale_offset) if scale_init in (None, default_scale_init) else scale_init
 
 
 def gated(module, scale, y, gate):

@@ -33,7 +33,8 @@ class RMSNorm(linen.RMSNorm):
     implementation: str | None = None
 
     def __post_init__(self):
-        self.scale_init = common.initial_scale(self.scale_init, self.scale_offset)
+        if self.scale_init is None:
+            self.scale_init = common.default_scale_init  # Flax's path calls it
         super().__post_init__()
 
     @linen.compact
@@ -41,7 +42,8 @@ class RMSNorm(linen.RMSNorm):
         if not common.has_kernel(self, x, mask) or not self.force_float32_reductions:
             common.check_flax_path(self)
             return super().__call__(x, mask=mask)
-        scale = self.param("scale", self.scale_init, (jnp.shape(x)[-1],), self.param_dtype) if self.use_scale else None
+        init = common.initial_scale(self.scale_init, self.scale_offset)
+        scale = self.param("scale", init, (jnp.shape(x)[-1],), self.param_dtype) if self.use_scale else None
         x, = common.promote(self.dtype, scale, x)
         return rms_norm(x, scale, epsilon=self.epsilon, scale_offset=self.scale_offset,
                         multiply_before_cast=self.multiply_before_cast, implementation=self.implementation)
