@@ -3,8 +3,8 @@
     python embed.py HEADER [cuda]    writes every kernel's text, for Metal or for CUDA, into a C header: kernel_texts[], pairs of
                                      (kernel, text), a null one at the end
 
-A text is compat/metal.h, or compat/cuda.h, and one file of kernels/, in which each #include "..." of ours stands replaced by that file, once. #line marks
-keep the names and lines of the files, so that a compiler's message says where to look. `#include <metal_stdlib>` stays.
+A text is compat/metal.h, or compat/cuda.h, and one file of kernels/, in which each #include "..." of ours stands replaced by that file, once.
+#line marks keep the names and lines of the files, so that a compiler's message says where to look. `#include <metal_stdlib>` stays.
 """
 
 import pathlib

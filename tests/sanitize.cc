@@ -1,5 +1,6 @@
 // sanitize LIBRARY CALLS NVRTC CACHE: makes every custom call of a list, twice, as XLA would, on arrays of their own. sanitize.py writes the
-// list, one call a line as launch/cuda/frame.h reads it, and says where the library finds NVRTC and the kernels compiled so far. Integers are small the first time, and the second time whatever a 32-bit integer can be. Results start as NaN, and none may be left.
+// list, one call a line as launch/cuda/frame.h reads it, and says where the library finds NVRTC and the kernels compiled so far. Integers are
+// small the first time, and the second time whatever a 32-bit integer can be. Results start as NaN, and none may be left.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 

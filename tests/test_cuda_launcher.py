@@ -1,7 +1,10 @@
 """The CUDA launcher where there is no GPU: which words it has for what is missing, what it compiles when, and what it keeps."""
 
+import json
 import os
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -144,3 +147,67 @@ def test_what_was_not_used_for_longest_goes(machine):
     left = {file.name for file in machine.files()}
     assert mine.name in left and {f"{i}.kernel" for i in range(10)} & left == {f"{i}.kernel" for i in range(4, 9)}
     assert sum(file.stat().st_size for file in machine.files()) <= 48 << 20
+
+
+# Prints [warnings, what runs, how the call by name was refused] of a kernel that the compiler refuses, and of another.
+REFUSED = """
+import json, sys, warnings
+import jax, jax.numpy as jnp
+from jax_fusednorm import add_rms_norm, explain, rms_norm
+from jax_fusednorm.core import ffi
+
+ffi.library("cuda").handle.jax_fusednorm_configure(sys.argv[1].encode(), b"")
+x, found = jnp.ones((4, 4096), jnp.bfloat16), []
+for op, operands in ((rms_norm, (x, x[0])), (add_rms_norm, (x, x, x[0]))):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        runs = [str(explain(op, *operands, platforms=("cuda",))["cuda"]) for _ in range(2)]
+    named = ""
+    try:
+        jax.jit(lambda *o: op(*o, implementation="cuda")).trace(*operands).lower(lowering_platforms=("cuda",))
+    except NotImplementedError as error:
+        named = str(error)
+    found.append([[str(w.message) for w in warned], runs, named])
+print(json.dumps(found))
+"""
+
+
+def test_a_kernel_that_does_not_compile_is_warned_of_once_and_passed_over(machine):
+    done = subprocess.run([sys.executable, "-c", REFUSED, machine.driver], capture_output=True, text=True, check=False, timeout=240,
+                          env={**machine.environment(REFUSED="rms_norm"), "JAX_FUSEDNORM_CACHE_DIR": "", "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr
+    (warned, runs, named), (none, others, allowed) = json.loads(done.stdout)
+    words = "rms_norm<bfloat, bfloat, false, 8, 2, 8, 1> for sm_90: line 7: this is refused"
+    [warning] = warned
+    assert "the cuda kernel of rms_norm cannot be had, so calls like this one do without it. On operands bfloat16[4, 4096], " in warning and words in warning
+    assert runs == [f"jnp: {words}"] * 2 and named.startswith(f"rms_norm: implementation='cuda' was asked for, but {words}")
+    assert not none and not allowed and all(other.startswith("cuda: libjax_fusednorm_cuda.so, compiled by NVRTC 13.0 for sm_90") for other in others)
+
+
+# Every op with NVRTC itself, as far as a machine without a GPU goes.
+COMPILED = """
+import sys
+import jax
+from jax_fusednorm import explain
+from jax_fusednorm.cli import calls
+from jax_fusednorm.core import ffi, selfcheck
+
+print(ffi.library("cuda").about)
+for dtype in sys.argv[1:]:
+    for call in calls.CALLS:
+        for options in call.options(call.model):
+            print(call.name, dtype, explain(call.op, *calls.shapes(call, 64, call.model, dtype), platforms=("cuda",), **options)["cuda"].runs)
+print(selfcheck.failures)
+"""
+
+
+@pytest.mark.parametrize("dtypes", ["bfloat16", pytest.param("float32,float16", marks=pytest.mark.slow)])
+def test_nvrtc_compiles_every_op(machine, dtypes):
+    pytest.importorskip("nvidia.cu13", reason="needs the wheel nvidia-cuda-nvrtc")
+    done = subprocess.run([sys.executable, "-c", COMPILED, *dtypes.split(",")], capture_output=True, text=True, check=False, timeout=500,
+                          env={**machine.environment(), "JAX_FUSEDNORM_CACHE_DIR": str(machine.cache), "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr
+    about, *ops, failures = done.stdout.splitlines()
+    assert "compiled by NVRTC 13." in about and failures == "[]"
+    assert len(ops) >= 8 and all(op.endswith(" cuda") for op in ops), ops
+    assert len(machine.files()) >= 7 and all(b"\x7fELF" in file.read_bytes() for file in machine.files())
