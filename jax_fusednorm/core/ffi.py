@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import functools
+import math
 import pathlib
 import re
 import warnings
@@ -44,6 +45,14 @@ class Library:
     def about(self):
         """What runs its kernels, or why nothing does."""
         return self._status()[1]
+
+    @functools.cached_property
+    def longest(self):
+        """Bytes that one array may have, where a driver sets a limit: Apple's does, of its buffers."""
+        if not hasattr(self.handle, "jax_fusednorm_longest_array"):
+            return math.inf
+        self.handle.jax_fusednorm_longest_array.restype = ctypes.c_uint64
+        return self.handle.jax_fusednorm_longest_array()
 
 
 def target(launcher, kernel):

@@ -93,6 +93,13 @@ def bytes_of(avals):
     return sum(aval.dtype.itemsize * math.prod(n for n in aval.shape if isinstance(n, int)) for aval in avals)
 
 
+def too_long(launcher, library, ctx):
+    """Why the launcher takes no arrays as long as these operands and results, or None."""
+    most = max((bytes_of([aval]) for aval in (*ctx.avals_in, *ctx.avals_out)), default=0)
+    if most > library.longest:
+        return f"{launcher} takes arrays of up to {library.longest} bytes here, and one is of {most}"
+
+
 def launchers_for(platform, requested, moved=math.inf):
     """The kernel builds that a call which moves so many bytes may run there, best first."""
     known = LAUNCHERS.get(platform, ())
@@ -137,7 +144,7 @@ def choose(platforms, requested, ctx, moved, distrust):
         library = ffi.library(launcher)
         if library.usable and not may_use_kernels(requested):
             return refused(f"this process's default platform, {jax.default_backend()}, has no kernels")
-        why_not = distrust(launcher) if library.usable else library.about
+        why_not = (too_long(launcher, library, ctx) or distrust(launcher)) if library.usable else library.about
         if not why_not:
             return Decision(launcher, "; ".join([library.about, *notes]))
         notes.append(why_not)
@@ -147,21 +154,35 @@ def choose(platforms, requested, ctx, moved, distrust):
 _record = contextvars.ContextVar("jax_fusednorm_decisions", default=None)
 
 
+class _Record(list):
+    """The Decisions of one lowering; `asked`: the platforms whose partitioners have yet to say whether the kernels stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = set()
+
+    def later(self, at, why):
+        self[at] = Decision("jnp", why)
+
+
 def decide(name, platforms, requested, ctx, place, strict, **options):
-    """(choose(), and what place(launcher) makes of it for the devices in `ctx`), recorded for explain().
+    """(choose(), and what place(launcher, report) makes of it for the devices in `ctx`), recorded for explain().
 
     A call that no kernel can take is an error if it is `strict` and asked for one, else the reference runs. How the operands are
     cut over devices is never an error: there the reference is what XLA knows how to cut.
     """
     decision, placed = choose(platforms, requested, ctx, **options), None
+    record = _record.get()
     if decision.runs not in (None, "jnp"):
-        placed = place(decision.runs)
+        report = (lambda why: None) if record is None else functools.partial(record.later, len(record))
+        placed = place(decision.runs, report)
         if placed.why:
             decision, placed = Decision("jnp", placed.why), None
     if decision.runs is None and not strict:
         decision = Decision("jnp", decision.why)
-    if _record.get() is not None:
-        _record.get().append(decision)
+    if record is not None:
+        record.append(decision)
+        record.asked.update([placed.asked] if placed and placed.asked else ())
     elif decision.runs is None:
         raise NotImplementedError(
             f"{name}: implementation={requested!r} was asked for, but {decision.why}. "
@@ -171,7 +192,7 @@ def decide(name, platforms, requested, ctx, place, strict, **options):
 
 @contextlib.contextmanager
 def _recording():
-    decisions = []
+    decisions = _Record()
     token = _record.set(decisions)
     try:
         yield decisions
@@ -192,7 +213,9 @@ def explain(op, *args, platforms=("cpu", "cuda", "rocm", "tpu", "mps"), **kwargs
         call = functools.partial(op, **kwargs)
         with _recording() as decisions:
             # a fresh function, so that no cached lowering answers in our place
-            jax.jit(lambda *a: call(*a)).trace(*args).lower(lowering_platforms=(platform,))
-        # the last: what an op runs may be another op
-        found[platform] = decisions[-1] if decisions else Decision("jnp", "the call needs no kernel")
+            lowered = jax.jit(lambda *a: call(*a)).trace(*args).lower(lowering_platforms=(platform,))
+            last = len(decisions) - 1  # what an op runs may be another op
+            if platform in decisions.asked:
+                lowered.compile()
+        found[platform] = decisions[last] if decisions else Decision("jnp", "the call needs no kernel")
     return found

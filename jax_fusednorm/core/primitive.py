@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from . import ffi, lowering, selfcheck, sharding
-from .sharding import is_row
+from .axes import is_row
 
 try:  # there is no public way to have a mesh's devices while lowering, which custom_partitioning needs
     from jax._src.dispatch import prim_requires_devices_during_lowering as _wants_devices
@@ -127,11 +127,11 @@ class _RowPrimitive:
     def _lower(self, platform, ctx, *operands, **params):
         platforms = (platform,) if platform else tuple(ctx.platforms or ctx.module_context.platforms)
 
-        def place(launcher):
+        def place(launcher, report):
             def body(*operands):
                 out = self.kernel(ffi.Call(launcher), *operands, **params)
                 return self.reference(*operands, **params) if out is NotImplemented else out
-            return sharding.place(self, body, ctx, params)
+            return sharding.place(self, body, ctx, params, report)
 
         body = functools.partial(self.reference, **params)
         if self.kernel is not None or self.strict:
@@ -150,7 +150,8 @@ class Op:
         means over the whole axes with.
     operands, results: axes strings; trailing ones may be absent in a call. results may be a function of the spec.
     whole: the axes that are reduced, where `mean` is all that must know of a cut; uncut: axes that mean something only as a whole.
-    parted: axes that may be cut, but then the reference runs, told by its keyword `part` which of the equal parts it has.
+    parted: axes that may be cut, but then the reference runs, told by its keyword `part` which it has:
+        {axis: (which, of how many equal parts)}.
     joined: those of `uncut` that Auto meshes may cut; then the reference runs on parts, told by its keyword `cut`, {axis: mesh axes}, and its
         results are whole along them.
     kernel(call, *operands, spec) -> [results]; `call` is the core.ffi.Call of the chosen launcher.

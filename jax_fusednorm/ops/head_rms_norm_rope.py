@@ -125,7 +125,7 @@ def _table(op, freqs_cis, theta, rope_dim, freq_factors, width):
                             ("freq_factors", freq_factors is not None)):
         if given:
             checks.fail(op, argument, "given beside freqs_cis", "the table says it all: leave it out")
-    return table.astype(jnp.float32)
+    return sharding.whole(table.astype(jnp.float32), (0, 1))
 
 
 def _divided(op, factors, own, theta, style, width):

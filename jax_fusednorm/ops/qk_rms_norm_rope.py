@@ -82,7 +82,12 @@ def qk_rms_norm_rope(q, k, q_scale, k_scale, positions, *, num_heads=None, num_k
     positions = _heads.checked_positions(op, positions, q, frequencies, after=1 if packed else 2)
     if packed:
         return tuple(PACKED.bind(q, positions, frequencies, *scales, spec=spec))
-    return tuple(QK_RMS_NORM_ROPE.bind(q, sharding.whole(k), positions, frequencies, *scales, spec=spec))
+    k = sharding.whole(k)
+    if not sharding.cut_over_the_same(q, k):  # the heads of one alone: the other's result is the same on all devices, and says so
+        alone = _heads.Spec(**dataclasses.asdict(spec))
+        return tuple(_heads.HEAD_RMS_NORM_ROPE.bind(x, _heads.checked_positions(op, positions, x, frequencies), frequencies, scale, spec=alone)[0]
+                     for x, scale in zip((q, k), scales))
+    return tuple(QK_RMS_NORM_ROPE.bind(q, k, positions, frequencies, *scales, spec=spec))
 
 
 @dataclasses.dataclass(frozen=True)

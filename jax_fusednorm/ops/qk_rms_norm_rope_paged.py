@@ -94,7 +94,10 @@ def qk_rms_norm_rope_paged(q, cache, q_scale, k_scale, freqs_cis, input_row_offs
     offsets = checks.int32(op, "input_row_offsets", input_row_offsets, (page_table.shape[0] + 1,), "where each sequence starts, and the last ends")
     layer = checks.int32(op, "layer", layer, (), "one layer of the cache")
     operands = (q, pages, page_table, lengths, q_scale, k_scale, frequencies, offsets, layer, k, v)
-    q_out, pages = _OPS[packed].bind(*map(_cut_by_heads_alone, operands, _AXES[packed]), spec=spec)
+    q, pages, *others, k, v = map(_cut_by_heads_alone, operands, _AXES[packed])
+    own = jax.typeof(pages).sharding
+    k, v = (None if a is None else sharding.cut_as(a, (None, own.spec[4], None), own.mesh) for a in (k, v))
+    q_out, pages = _OPS[packed].bind(q, pages, *others, k, v, spec=spec)
     return q_out, dataclasses.replace(cache, pages=pages)
 
 
