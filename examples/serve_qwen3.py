@@ -316,7 +316,7 @@ def main(arguments=None):
     chosen = jax_fusednorm.explain(
         jax_fusednorm.qk_rms_norm_rope_paged, array_of(1, heads, width), cache, array_of(width), array_of(width), array_of(PAGE, width),
         np.arange(2), layer=0, implementation=arguments.implementation)
-    print(f"the op under {arguments.implementation!r} on {jax.default_backend()}: {chosen.get(jax.default_backend(), 'jnp')}")
+    print(f"the op under {arguments.implementation!r} on {jax.default_backend()}: {chosen[jax.default_backend()]}")
 
     rows = []
     exact_products = jax.default_matmul_precision("highest")  # else a GPU multiplies float32 in fewer digits

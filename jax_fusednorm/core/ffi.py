@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import functools
 import math
+import os
 import pathlib
 import re
 import warnings
@@ -14,6 +15,7 @@ import numpy as np
 
 import jax_fusednorm
 
+HOST_LEVEL = "JAX_FUSEDNORM_HOST_LEVEL"  # read by the host launcher: the instruction set, v2, v3 or v4 of x86-64, where less is wanted than there is
 # Counts changes of the handlers' operands, attributes or results; part of every target's name.
 ABI = 1
 _PLATFORM = {"host": "cpu", "metal": "cpu", "cuda": "CUDA"}  # XLA's name of the platform each launcher's handlers are registered for
@@ -94,8 +96,15 @@ def library(launcher):
     return Library(path.name, frozenset(targets), handle)
 
 
+def _check_host_level():
+    value = os.environ.get(HOST_LEVEL)
+    if value and value not in ("v2", "v3", "v4"):
+        warnings.warn(f"jax_fusednorm: {HOST_LEVEL}={value!r} is none of v2, v3, v4; the best that this processor has is used.", stacklevel=2)
+
+
 def load_all():
     """Load every library there is. Returns the export checks that its custom calls need disabled."""
+    _check_host_level()
     return tuple(jax.export.DisabledSafetyCheck.custom_call(target(launcher, kernel))
                  for launcher in _PLATFORM for kernel in sorted(library(launcher).targets))
 

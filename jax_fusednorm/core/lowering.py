@@ -49,8 +49,9 @@ def on_apple_silicon():
     return sys.platform == "darwin" and os.uname().machine == "arm64"
 
 
-# A JAX user context is part of jit's cache key: a function traced under another default is traced again.
-_default = jax.make_user_context(_initial())
+_process_default = _initial()
+# A JAX user context is part of jit's cache key: a function traced under another default is traced again. None: the process's own.
+_default = jax.make_user_context(None)
 
 
 def implementation(name):
@@ -58,14 +59,54 @@ def implementation(name):
 
     One of "auto" (a kernel where one is available, else jnp), "jnp" (the pure-jnp form), "kernel" (any kernel, else an
     error), "host", "metal", "cuda" (that kernel, else an error). The default of the process is the environment variable
-    JAX_FUSEDNORM_IMPLEMENTATION as it was at import, else "auto".
+    JAX_FUSEDNORM_IMPLEMENTATION as it was at import, else "auto"; `set_implementation` changes it.
     """
-    return _default(checks.option("implementation", "name", name, IMPLEMENTATIONS))
+    return _Chosen(checks.option("implementation", "name", name, IMPLEMENTATIONS))
+
+
+class _Chosen:
+    """A block in which an implementation is the default. One that is never entered says so: `implementation("jnp")` alone does nothing."""
+
+    def __init__(self, name):
+        self._name, self._context = name, None
+
+    def __enter__(self):
+        self._context = _default(self._name)
+        self._context.__enter__()
+
+    def __exit__(self, *raised):
+        return self._context.__exit__(*raised)
+
+    def __del__(self):
+        if self._context is None:
+            warnings.warn(f"jax_fusednorm: implementation({self._name!r}) did nothing: write `with implementation({self._name!r}):`, or "
+                          f"set_implementation({self._name!r}) for the whole process.", RuntimeWarning, stacklevel=2)
+
+
+def set_implementation(name):
+    """Set what ops run in this process, where neither their own `implementation=` nor a `with implementation(...):` says otherwise.
+
+    name: as in `implementation`. It takes the place of the environment variable JAX_FUSEDNORM_IMPLEMENTATION. Functions that are jitted
+    already are traced and compiled again (`jax.clear_caches`), so call it at a program's start.
+    """
+    global _process_default
+    name = checks.option("set_implementation", "name", name, IMPLEMENTATIONS)
+    if name != _process_default:
+        _process_default = name
+        jax.clear_caches()
 
 
 def requested(op, value):
     """The `implementation=` of a call, or the default in force."""
-    return _default.value if value is None else checks.option(op, "implementation", value, IMPLEMENTATIONS)
+    return _default.value or _process_default if value is None else checks.option(op, "implementation", value, IMPLEMENTATIONS)
+
+
+def canonical(platform):
+    """The name under which kernels are known and programs lowered, of a platform as jax.default_backend() calls it."""
+    if platform != "gpu":
+        return platform
+    own = jax.devices()[0].client.platform_version if jax.default_backend() == "gpu" else ""
+    return "rocm" if "rocm" in own.lower() else "cuda"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +154,7 @@ def launchers_for(platform, requested, moved=math.inf):
 def may_use_kernels(requested):
     """Whether a call may be lowered to a kernel at all. False for "auto" where the process's own platform has none."""
     if requested == "auto":
-        own = jax.default_backend()
-        return any(ffi.library(launcher).usable for launcher in launchers_for("cuda" if own == "gpu" else own, requested))
+        return any(ffi.library(launcher).usable for launcher in launchers_for(canonical(jax.default_backend()), requested))
     return requested != "jnp"
 
 
@@ -200,16 +240,20 @@ def _recording():
         _record.reset(token)
 
 
-def explain(op, *args, platforms=("cpu", "cuda", "rocm", "tpu", "mps"), **kwargs):
+def explain(op, *args, platforms=("cpu", "gpu", "cuda", "rocm", "tpu", "mps"), **kwargs):
     """What `op(*args, **kwargs)` would run on each platform, and why, without running it (a kernel for Apple GPUs is checked, on few rows).
 
-    args: arrays or `jax.ShapeDtypeStruct`s. Returns {platform: Decision}; a Decision prints as "host: ..." or "jnp: ...".
+    args: arrays or `jax.ShapeDtypeStruct`s. platforms: names, or one name; "gpu" is this process's own kind of GPU, else cuda.
+    Returns {platform: Decision}; a Decision prints as "host: ..." or "jnp: ...".
     Forward only; a derivative takes the same way and runs the reference where it has no kernel.
 
-    >>> print(explain(rms_norm, x, scale)["cpu"])
+    >>> print(explain(rms_norm, x, scale)[jax.default_backend()])
     """
+    names = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     found = {}
-    for platform in platforms:
+    for platform in map(canonical, names):
+        if platform in found:
+            continue
         call = functools.partial(op, **kwargs)
         with _recording() as decisions:
             # a fresh function, so that no cached lowering answers in our place
@@ -218,4 +262,4 @@ def explain(op, *args, platforms=("cpu", "cuda", "rocm", "tpu", "mps"), **kwargs
             if platform in decisions.asked:
                 lowered.compile()
         found[platform] = decisions[last] if decisions else Decision("jnp", "the call needs no kernel")
-    return found
+    return {name: found[canonical(name)] for name in names}

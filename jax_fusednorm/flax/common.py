@@ -5,6 +5,7 @@ import numpy as np
 from flax.linen.dtypes import canonicalize_dtype
 from jax.nn import initializers
 
+from ..core import lowering
 from ..ops.gated_group_rms_norm import gated_group_rms_norm
 from ..ops.qk_rms_norm_rope import qk_rms_norm_rope
 
@@ -35,6 +36,13 @@ def promote(dtype, scale, *arrays):
 def initial_scale(scale_init, scale_offset):
     """The initializer asked for, or one that makes scale + scale_offset one."""
     return initializers.constant(1.0 - scale_offset) if scale_init in (None, default_scale_init) else scale_init
+
+
+def checked_implementation(module, value):
+    """What a module is told, refused where it is written and not where it is called."""
+    if value is not None:
+        lowering.requested(type(module).__name__, value)
+    return value
 
 
 def gated(module, scale, y, gate):

@@ -35,6 +35,7 @@ class RMSNorm(linen.RMSNorm):
     def __post_init__(self):
         if self.scale_init is None:
             self.scale_init = common.default_scale_init  # Flax's path calls it
+        common.checked_implementation(self, self.implementation)
         super().__post_init__()
 
     @linen.compact
@@ -49,7 +50,15 @@ class RMSNorm(linen.RMSNorm):
                         multiply_before_cast=self.multiply_before_cast, implementation=self.implementation)
 
 
-class _ResidualNorm(linen.Module):
+class _Module(linen.Module):
+    """One that is told an implementation."""
+
+    def __post_init__(self):
+        common.checked_implementation(self, self.implementation)
+        super().__post_init__()
+
+
+class _ResidualNorm(_Module):
     """A scale, and the options that the norms with a residual share."""
 
     epsilon: float = 1e-6
@@ -90,7 +99,7 @@ class AddRMSNorm(_ResidualNorm):
         return self._apply(add_rms_norm, x, residual, sum_rounding=self.sum_rounding, return_sum=self.return_sum)
 
 
-class MatmulPartialRMSNorm(linen.Module):
+class MatmulPartialRMSNorm(_Module):
     """`jax_fusednorm.matmul_partial_rms_norm` with its weight and scale: `normed, unnormed = MatmulPartialRMSNorm(N, n)(x)`.
 
     Fields:
@@ -137,7 +146,7 @@ class RMSNormAdd(_ResidualNorm):
         return self._apply(rms_norm_add, x, residual, norm_rounding=self.norm_rounding)
 
 
-class GatedGroupRMSNorm(linen.Module):
+class GatedGroupRMSNorm(_Module):
     """`jax_fusednorm.gated_group_rms_norm` with its scale: `out = GatedGroupRMSNorm(I, group_size=I // 8)(y, gate)`.
 
     Fields:
@@ -175,7 +184,7 @@ class _Scale(linen.Module):
         return self.param("scale", self.init_scale, (width,), self.param_dtype)
 
 
-class QKNormRope(linen.Module):
+class QKNormRope(_Module):
     """`jax_fusednorm.qk_rms_norm_rope` with its scales: `q, k = QKNormRope()(q, k, positions)`.
 
     The parameters are `q_norm.scale` and `k_norm.scale`, as in Qwen3 and Gemma 3.

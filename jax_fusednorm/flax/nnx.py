@@ -24,7 +24,7 @@ class RMSNorm(nnx.RMSNorm):
       scale_init: the scale's initializer; by default what makes scale + scale_offset one.
       scale_offset, multiply_before_cast, implementation: as in `rms_norm`.
       the rest: as in flax.nnx.RMSNorm. With dtype=None a bfloat16 input and a float32 scale give float32, as in Flax; set
-        dtype=jnp.bfloat16 to stay in bfloat16. The scale is used in its own dtype.
+        dtype=jnp.bfloat16 to stay in bfloat16. The scale is used in its own dtype, with multiply_before_cast=False rounded to x's.
     """
 
     def __init__(self, num_features, *, scale_init=None, scale_offset=0.0, multiply_before_cast=True, implementation=None,
@@ -32,7 +32,7 @@ class RMSNorm(nnx.RMSNorm):
         super().__init__(num_features, scale_init=common.initial_scale(scale_init, scale_offset), rngs=rngs, **flax_options)
         self.scale_offset = scale_offset
         self.multiply_before_cast = multiply_before_cast
-        self.implementation = implementation
+        self.implementation = common.checked_implementation(self, implementation)
 
     def __call__(self, x, mask=None):
         if not common.has_kernel(self, x, mask) or self.promote_dtype is not dtypes.promote_dtype:
@@ -56,7 +56,7 @@ class _ResidualNorm(nnx.Module):
         else:
             self.scale = nnx.data(None)
         self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
-        self.implementation = implementation
+        self.implementation = common.checked_implementation(self, implementation)
 
     def _apply(self, op, x, residual, **options):
         scale = self.scale[...] if self.use_scale else None
@@ -112,7 +112,7 @@ class MatmulPartialRMSNorm(nnx.Module):
         init = common.initial_scale(scale_init, scale_offset)
         self.scale = nnx.Param(init(rngs.params(), (num_normed,), param_dtype), **(scale_metadata or {}))
         self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
-        self.implementation = implementation
+        self.implementation = common.checked_implementation(self, implementation)
 
     def __call__(self, x):
         scale = self.scale[...]
@@ -152,7 +152,8 @@ class GatedGroupRMSNorm(nnx.Module):
                  scale_metadata=None):
         self.num_features, self.group_size, self.epsilon, self.norm_before_gate = num_features, group_size, epsilon, norm_before_gate
         self.gate_start, self.activation, self.rounding = gate_start, activation, rounding
-        self.dtype, self.param_dtype, self.implementation = dtype, param_dtype, implementation
+        self.dtype, self.param_dtype = dtype, param_dtype
+        self.implementation = common.checked_implementation(self, implementation)
         self.scale = nnx.Param(scale_init(rngs.params(), (num_features,), param_dtype), **(scale_metadata or {}))
 
     def __call__(self, y, gate):
@@ -194,7 +195,8 @@ class QKNormRope(nnx.Module):
         self.head_dim, self.dtype, self.param_dtype = head_dim, dtype, param_dtype
         self.theta, self.rope_dim, self.style, self.placement = theta, rope_dim, style, placement
         self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
-        self.round_before_rope, self.implementation = round_before_rope, implementation
+        self.round_before_rope = round_before_rope
+        self.implementation = common.checked_implementation(self, implementation)
 
     def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None, **columns):
         scales = self.q_norm.scale[...], self.k_norm.scale[...]

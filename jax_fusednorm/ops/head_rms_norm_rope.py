@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import checks, rope, sharding
-from ..core.numerics import compute_dtype, last_mean, rounded
+from ..core.numerics import compute_dtype, constant, last_mean, rounded
 from ..core.primitive import Op
 from . import head_derivative
 from . import rms_norm as _rms_norm
@@ -105,7 +105,7 @@ def make_options(op, width, theta, rope_dim, style, placement, freq_factors, fre
         rotated = width if rope_dim is None else checks.integer(op, "rope_dim", rope_dim)
         _check_rope_dim(op, "rope_dim", rotated, width)
         own = rope.turns_of(rope.inverse_frequencies(rotated, theta, denominator=width if style == "proportional" else None)[0])
-        frequencies = jnp.asarray(own) if freq_factors is None else _divided(op, freq_factors, own, theta, style, width)
+        frequencies = constant(own) if freq_factors is None else _divided(op, freq_factors, own, theta, style, width)
     if style == "proportional" and width % 2:
         checks.fail(op, "style", "'proportional'", f"it needs an even number of channels a head, and there are {width}")
     return dict(style=style, placement=placement, round_before_rope=round_before_rope), frequencies
@@ -139,7 +139,7 @@ def _divided(op, factors, own, theta, style, width):
     if not (values > 0).all():  # nan fails too
         checks.fail(op, "freq_factors", f"{values.min()} at its least", "positive numbers were wanted")
     inverse, _ = rope.inverse_frequencies(2 * pairs, theta, denominator=width if style == "proportional" else None)
-    return jnp.asarray(rope.turns_of(inverse / values))
+    return constant(rope.turns_of(inverse / values))
 
 
 def _copies(op, copies):
@@ -158,15 +158,20 @@ def checked_positions(op, positions, x, frequencies, *, after=2):
     if positions is None:
         if frequencies.size:
             checks.fail(op, "positions", "None", "only a head that does not rotate, rope_dim=0, needs none")
-        positions = np.zeros((), np.int32)
+        positions = constant(np.zeros((), np.int32))
     positions = checks.exact(op, "positions", positions, jnp.integer)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         checks.fail(op, "positions", f"{positions.dtype}", "integers were wanted: cast them with `.astype(jnp.int32)`")
     try:
         return sharding.broadcast_rows(checks.clipped(positions), x, x.ndim - after)
     except ValueError:
-        checks.fail(op, "positions", f"of shape {list(positions.shape)}", f"what broadcasts to {list(x.shape[:-after])} was wanted, a position "
-                    "for each token")
+        wanted = f"what broadcasts to {list(x.shape[:-after])} was wanted, a position for each token"
+        if after == 2:
+            tokens, heads, _ = x.shape[-3:]
+            wanted += f": of an array of heads of shape {list(x.shape)}, [..., T, H, D], the tokens are axis -3, {tokens} of them"
+            if heads != tokens and positions.shape[-1] == heads:  # as x of [..., H, T, D] would have it
+                wanted += ", and the heads axis -2: if yours is [..., H, T, D], pass `.swapaxes(-2, -3)` of it"
+        checks.fail(op, "positions", f"of shape {list(positions.shape)}", wanted)
 
 
 def rotated(y, cos, sin, known, spec):
