@@ -179,5 +179,4 @@ def _in_shard_map(primitive, ctx, params, mesh):
     def local(*operands):
         return summed(primitive, primitive.bind(*operands, **params), operand_axes, result_axes, on)
 
-    # keys beside queries whose heads are cut are the same on those devices, which JAX cannot tell
-    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit, check_vma=False), ctx)
+    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit), ctx)
