@@ -134,10 +134,10 @@ def cut_as(a, spec, mesh):
     return a if tuple(jax.typeof(a).sharding.spec) == tuple(spec) else jax.sharding.reshard(a, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def cut_over_the_same(a, b):
-    """Whether an Explicit mesh cuts the tokens of both [..., T, H, D] alike, and by the same axes, and inside shard_map both vary over the same."""
+def cut_alike(a, b):
+    """Whether an Explicit mesh cuts the tokens of both [..., T, H, D] alike, and inside shard_map both vary over the same axes."""
     def axes(t):
-        return tuple(t.sharding.spec[:-2]), {name for entry in t.sharding.spec for name in _names(entry)}, t.mat.varying
+        return tuple(t.sharding.spec[:-2]), t.mat.varying
     return axes(jax.typeof(a)) == axes(jax.typeof(b))
 
 
