@@ -85,6 +85,20 @@ def test_explicit_axes_that_shard_map_leaves(host_kernel):
         assert_trees_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), rtol=1e-4, atol=1e-4)
 
 
+def test_a_table_whose_gradient_is_taken_through_shard_map_beside_explicit_axes(host_kernel):
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    f = jax.shard_map(tabled, mesh=mesh, in_specs=(P("b"), P(), P(), P("b")), out_specs=P("b"), axis_names={"b"})
+    args = HEADS, SCALE, rope_table(8, 8), POSITIONS
+
+    def gradients(f):
+        return jax.grad(loss(lambda *a: (f(*a, POSITIONS),)), (0, 1, 2))
+
+    want = jax.jit(gradients(tabled))(*args[:3])
+    with jax.set_mesh(mesh):
+        got = jax.jit(gradients(f))(*(jax.device_put(a, NamedSharding(mesh, P("b") if a is HEADS else P())) for a in args[:3]))
+    assert_trees_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), rtol=1e-4, atol=1e-4)
+
+
 def test_new_keys_cut_unlike_the_cache(host_kernel):
     want = want_of(arrays, Q, CACHE, K, V)
     arrays.implementation = None
