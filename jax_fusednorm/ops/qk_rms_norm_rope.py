@@ -85,7 +85,7 @@ def qk_rms_norm_rope(q, k, q_scale, k_scale, positions, *, num_heads=None, num_k
     if packed:
         return tuple(PACKED.bind(q, positions, frequencies, *scales, spec=spec))
     k = sharding.whole(k)
-    if not sharding.cut_over_the_same(q, k):  # the heads of one alone: the other's result is the same on all devices, and says so
+    if not sharding.cut_alike(q, k):  # so that in shard_map over the heads of one the other's result is known to be the same on all devices
         alone = _heads.Spec(**dataclasses.asdict(spec))
         return tuple(_heads.HEAD_RMS_NORM_ROPE.bind(x, _heads.checked_positions(op, positions, x, frequencies), frequencies, scale, spec=alone)[0]
                      for x, scale in zip((q, k), scales))
