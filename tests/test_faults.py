@@ -11,7 +11,7 @@ import pytest
 import faulted
 
 FAULTS = faulted.every()
-AREAS = ("apple", "kernels", "python")
+AREAS = ("apple", "cuda", "kernels", "python")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
