@@ -34,7 +34,8 @@ class Built:
         made = list(self.objects)
         if changed:
             name, old, new = changed
-            text = (LAUNCHER / name).read_text()
+            shared = (SOURCES / "launch" / "text.h").read_text().replace("#pragma once", "")  # what it has of both launchers may be changed, too
+            text = (LAUNCHER / name).read_text().replace('#include "launch/text.h"', shared)
             assert old in text
             path = self.folder / f"changed_{name}"
             path.write_text(text.replace(old, new))
