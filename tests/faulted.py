@@ -19,7 +19,7 @@ import venv
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "tests" / "faults"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", ".pytest_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "out", "faults", "lib")
-BUILDS = ("all", "host", "standin", "metal-launcher", "none")
+BUILDS = ("all", "host", "standin", "metal-launcher", "cuda-launcher", "none")
 MINUTES = 15  # that a run may take
 
 
@@ -145,7 +145,8 @@ class Tree:
         if not (build / "build.ninja").exists():
             self._call("cmake", "-S", self.root / "metal_src", "-B", build, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", "-DLEVELS=V2",
                        f"-DJAX_FUSEDNORM_METAL={metal}", f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={lib}")
-        targets = {"host": ("host",), "metal-launcher": ("metal",), "all": ("host", "metal") if metal == "ON" else ("host",)}.get(what, ())
+        every = ("host", *["metal"] * (metal == "ON"), *["cuda"] * (sys.platform == "linux"))
+        targets = {"host": ("host",), "metal-launcher": ("metal",), "cuda-launcher": ("cuda",), "all": every}.get(what, ())
         if targets:
             self._call("cmake", "--build", build, "--target", *(f"jax_fusednorm_{target}" for target in targets))
         if what in ("all", "standin") and _linux():

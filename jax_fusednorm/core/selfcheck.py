@@ -41,7 +41,7 @@ failures = []  # what was said of each
 
 _lock, _starting = threading.Lock(), threading.Lock()
 _found = {}
-_started = {}  # what is under way, or done: a thread of its own sees none of the contexts in which the caller lowers
+_started = {}  # what is under way: a thread of its own sees none of the contexts in which the caller lowers
 _threads = concurrent.futures.ThreadPoolExecutor(max(os.cpu_count() or 1, 2), "jax_fusednorm")
 
 
@@ -57,6 +57,7 @@ def failure(primitive, launcher, avals, params):
         if key in _found:
             return _found[key]
         why = _found[key] = check.result()
+        del _started[key]
     if why:
         operands = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in key[2])
         what = f"the {launcher} kernel of {primitive.name}"
@@ -72,9 +73,9 @@ def start(primitive, launcher, avals, params):
     shapes = _small(primitive, avals, params)
     key = (primitive, launcher, shapes, tuple(sorted(params.items())))
     with _starting:
-        if key not in _started:
+        if key not in _found and key not in _started:
             _started[key] = _threads.submit(_prepare if launcher == "cuda" else _run, primitive, launcher, shapes, params)
-    return key, _started[key]
+        return key, _started.get(key)
 
 
 def _small(primitive, avals, params):
