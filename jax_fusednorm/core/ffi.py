@@ -85,7 +85,7 @@ def library(launcher):
     return Library(path.name, frozenset(targets), handle)
 
 
-def load_all():
+def load_all() -> tuple[jax.export.DisabledSafetyCheck, ...]:
     """Load every library there is. Returns the export checks that its custom calls need disabled."""
     return tuple(jax.export.DisabledSafetyCheck.custom_call(target(launcher, kernel))
                  for launcher in _PLATFORM for kernel in sorted(library(launcher).targets))

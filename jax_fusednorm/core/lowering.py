@@ -8,14 +8,18 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import get_args
 
 import jax
 
 from . import checks, ffi
+from .types import Implementation
 
 # The kernel builds that each platform can launch, best first. Every other platform runs the reference.
 LAUNCHERS = {"cpu": ("host", "metal"), "cuda": ("cuda",)}
-IMPLEMENTATIONS = ("auto", "jnp", "kernel", "host", "metal", "cuda")
+IMPLEMENTATIONS = get_args(Implementation)
 VARIABLE = "JAX_FUSEDNORM_IMPLEMENTATION"
 METAL_VARIABLE = "JAX_FUSEDNORM_METAL_MIN_BYTES"
 
@@ -53,7 +57,7 @@ def on_apple_silicon():
 _default = jax.make_user_context(_initial())
 
 
-def implementation(name):
+def implementation(name: Implementation) -> AbstractContextManager[None]:
     """`with implementation("jnp"):` sets what ops called inside run, where they are not told by their own `implementation=`.
 
     One of "auto" (a kernel where one is available, else jnp), "jnp" (the pure-jnp form), "kernel" (any kernel, else an
@@ -75,7 +79,7 @@ class Decision:
     runs: str | None
     why: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.runs or 'error'}: {self.why}"
 
 
@@ -179,7 +183,8 @@ def _recording():
         _record.reset(token)
 
 
-def explain(op, *args, platforms=("cpu", "cuda", "rocm", "tpu", "mps"), **kwargs):
+def explain(op: Callable[..., object], *args: object, platforms: tuple[str, ...] | list[str] = ("cpu", "cuda", "rocm", "tpu", "mps"),
+            **kwargs: object) -> dict[str, Decision]:
     """What `op(*args, **kwargs)` would run on each platform, and why, without running it (a kernel for Apple GPUs is checked, on few rows).
 
     args: arrays or `jax.ShapeDtypeStruct`s. Returns {platform: Decision}; a Decision prints as "host: ..." or "jnp: ...".

@@ -1,5 +1,8 @@
 """What the nnx and linen modules share."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import canonicalize_dtype
@@ -13,12 +16,12 @@ ONES = initializers.ones
 
 # The default initializers are functions of this file, not closures made anew: so equal modules compare equal, and pickle.
 
-def default_kernel_init(*args, **kwargs):
+def default_kernel_init(*args: Any, **kwargs: Any) -> jax.Array:
     """Flax's own for linear layers."""
     return initializers.lecun_normal()(*args, **kwargs)
 
 
-def default_scale_init(*args, **kwargs):
+def default_scale_init(*args: Any, **kwargs: Any) -> jax.Array:
     """Ones. As a module's scale_init it stands for what makes scale + scale_offset one: see `initial_scale`."""
     return ONES(*args, **kwargs)
 

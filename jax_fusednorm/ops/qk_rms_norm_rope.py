@@ -2,17 +2,21 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ..core import checks, rope, sharding
 from ..core.numerics import compute_dtype, last_mean
 from ..core.primitive import Op
+from ..core.types import Implementation, Placement, Style
 from . import head_rms_norm_rope as _heads
 from . import rms_norm as _rms_norm
 
 
-def qk_rms_norm_rope(q, k, q_scale, k_scale, positions, *, theta=10000.0, rope_dim=None, style="neox", placement="prefix",
-                     freq_factors=None, freqs_cis=None, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True, round_before_rope=None,
-                     implementation=None):
+def qk_rms_norm_rope(q: ArrayLike, k: ArrayLike, q_scale: ArrayLike | None, k_scale: ArrayLike | None, positions: ArrayLike | None, *,
+                     theta: float = 10000.0, rope_dim: int | None = None, style: Style = "neox",
+                     placement: Placement = "prefix", freq_factors: ArrayLike | None = None, freqs_cis: ArrayLike | None = None,
+                     epsilon: float = 1e-6, scale_offset: float = 0.0, multiply_before_cast: bool = True, round_before_rope: bool | None = None,
+                     implementation: Implementation | None = None) -> tuple[jax.Array, jax.Array]:
     """`head_rms_norm_rope` of queries and of keys, with one computation of the angles.
 
     Equivalent to::
