@@ -10,7 +10,7 @@ PYTEST ?=
 BIN := $(VENV)/bin
 SOURCES := $(shell find metal_src -type f)
 
-.PHONY: demo models mamba2 serve test slow bench info docs macos standin clean
+.PHONY: demo models mamba2 serve test slow faults coverage bench info docs macos standin clean
 
 demo: $(VENV)/examples-ready
 	$(BIN)/python examples/train_lm.py --output out/train_lm.png
@@ -33,7 +33,7 @@ else ifeq ($(MACHINE),Linux x86_64)
 IMPLEMENTATIONS = jnp,host,metal
 DRIVER = JAX_FUSEDNORM_METAL_DRIVER=$(STANDIN)
 WITH_METAL = --config-settings=cmake.define.JAX_FUSEDNORM_METAL=ON
-test slow: standin
+test slow coverage: standin
 endif
 # A third of the tests' time would be XLA's optimizations, which the kernels have nothing of. OPTIMIZED=1 tests beside what users run.
 OPTIMIZED ?= 0
@@ -44,6 +44,17 @@ test: $(VENV)/test-ready
 
 slow: $(VENV)/test-ready
 	$(RUN_TESTS) --slow $(PYTEST)
+
+# The lines of the Metal launcher that no test runs.
+coverage: $(VENV)/test-ready
+	$(RUN_TESTS) -n 0 -s --slow tests/test_metal_coverage.py
+
+# The faults of tests/faults, planted one by one, must be seen by the tests that each names. FAULTS: their names, or patterns of them.
+# JOBS: how many at once, each in a copy of its own in build/faults.
+FAULTS ?= *
+JOBS ?= 1
+faults: $(VENV)/test-ready
+	FAULTS='$(FAULTS)' $(BIN)/python -m pytest -v -n $(if $(filter 1,$(JOBS)),0,$(JOBS)) --faults -k test_the_fault_is_caught tests/test_faults.py $(PYTEST)
 
 bench: $(VENV)/benchmarks-ready
 	$(BIN)/python benchmarks/run.py

@@ -40,14 +40,15 @@ CACHE = 60e6
 LAYERS = 40
 
 
-def with_gradients(form, all_gradients):
-    def both(*arrays, results):
-        operands, cotangents = arrays[:-results], list(arrays[-results:])
-        out, pull = jax.vjp(form, *operands)
+def with_gradients(form, of):
+    def both(*arrays):
+        count = of.activations + 1  # and the scale; tables have no gradient
+        operands, tables, cotangents = arrays[:count], arrays[count:-of.results], list(arrays[-of.results:])
+        out, pull = jax.vjp(lambda *operands: form(*operands, *tables), *operands)
         # what lies between the two passes of a model needs the results, and makes the cotangents
         out, cotangents = jax.lax.optimization_barrier((out, cotangents))
         gradient, *others = pull(cotangents)
-        return *out, gradient, *(others if all_gradients else others[-1:])
+        return *out, gradient, *(others if of.all_gradients else others[-1:])
     return both
 
 
@@ -58,7 +59,7 @@ def jax_contestants(op, case, backward, implementation):
         forms["ours storage"] = lambda *args: list(jax_fusednorm.add_rms_norm(
             *args, epsilon=peers.EPSILON, sum_rounding="storage", implementation=implementation))
     for name, form in forms.items():
-        f = functools.partial(with_gradients(form, of.all_gradients), results=of.results) if backward else form
+        f = with_gradients(form, of) if backward else form
         yield name, peers.jitted(f, of.in_place)
 
 
@@ -161,7 +162,7 @@ def run_case(op, case, backward, implementation):
     moved = int(of.moved[backward] * jnp.dtype(case.dtype).itemsize * case.rows * case.width)
     count = int(min(64, max(2, -(-4 * CACHE // moved))))
     keys = jax.random.split(jax.random.key(0), count)
-    shapes = [*peers.shapes(op, case), *[case.shape] * (backward * of.results)]
+    shapes = [*peers.shapes(op, case), *peers.shapes(op, case)[:backward * of.results]]
     draw = jax.jit(lambda key: [jax.random.normal(k, shape, case.dtype) for k, shape in zip(jax.random.split(key, len(shapes)), shapes)])
     scale = 1 + 0.1 * jax.random.normal(jax.random.key(1), case.shape[-1:], case.dtype)
     drawn = [[[a] if i == of.in_place else a for i, a in enumerate(draw(key))] for key in keys]

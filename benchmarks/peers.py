@@ -2,7 +2,7 @@
 
 Every op maps activations and a scale to the first of the next activations: rms_norm (x, scale) -> (normed,), add_rms_norm
 (x, residual, scale) -> (normed, sum), gated_group_rms_norm (y, gate, scale) -> (out,), in eight groups, and head_rms_norm_rope
-(x, scale) -> (x,), of tokens at 0, 1, 2, ..., and qk_rms_norm_rope_paged (q, pages, k, scale) -> (q, pages), of four prompts or of
+(x, scale) -> (x,), of tokens at 0, 1, 2, ..., qk_rms_norm_rope (q, k, scale) -> (q, k), likewise, and qk_rms_norm_rope_paged (q, pages, k, scale) -> (q, pages), of four prompts or of
 as many sequences as tokens, with a quarter as many heads of k and the pages written in place. So a chain is
 `activations = op(*activations, scale)` again and again, in which a gate and k stay; forward and backward chain likewise, with the
 gradient as the next cotangent.
@@ -159,6 +159,23 @@ def _mlx_heads(mx, case):
     return {"mlx fast": form}
 
 
+def _ours_qk(case, implementation):
+    def form(q, k, scale, positions=None):
+        positions = jnp.arange(case.shape[0]) if positions is None else positions
+        return list(jax_fusednorm.qk_rms_norm_rope(q, k, scale, scale, positions, theta=THETA, epsilon=EPSILON, implementation=implementation))
+    return form
+
+
+def _plain_qk(case):
+    form = _plain_heads(case)
+    return lambda q, k, scale, positions=None: [*form(q, scale, positions), *form(k, scale, positions)]
+
+
+def _torch_qk(torch, case):
+    formula = _torch_heads(torch, case)["torch formula"]
+    return {"torch formula": lambda q, k, scale: [*formula(q, scale), *formula(k, scale)]}
+
+
 # ---- the paged cache ----
 
 def _paged_shapes(case):
@@ -233,6 +250,8 @@ OPS = {
                                _torch_gated),
     "head_rms_norm_rope": Op(1, 1, (2, 5), _ours_heads, _plain_heads, _torch_heads, _mlx_heads,
                              tables=lambda case: (jnp.arange(case.shape[0]),)),
+    "qk_rms_norm_rope": Op(2, 2, (2.5, 6.25), _ours_qk, _plain_qk, _torch_qk, tables=lambda case: (jnp.arange(case.shape[0]),),
+                           shapes=lambda case: (case.shape, (case.shape[0], case.shape[1] // 4, case.shape[2]))),
     "qk_rms_norm_rope_paged": Op(3, 2, (2.5,), _ours_paged, _plain_paged, _torch_paged, shapes=_paged_shapes, in_place=1, tables=_ragged),
 }
 
@@ -246,7 +265,7 @@ def arrays(op, case, seed=0):
     """float32 activations, scale and cotangents; each contestant converts them to its own arrays of the case's dtype."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)
-    return [draw(*s) for s in shapes(op, case)], 0.1 * draw(case.shape[-1]) + 1, [draw(*case.shape) for _ in range(OPS[op].results)]
+    return [draw(*s) for s in shapes(op, case)], 0.1 * draw(case.shape[-1]) + 1, [draw(*s) for s in shapes(op, case)[:OPS[op].results]]
 
 
 def chained(form, count, activations, scale, between=lambda *arrays: arrays):

@@ -3,11 +3,11 @@
     python examples/gemma.py [--variants gemma3 gemma4] [--dtypes float32 bfloat16] [--implementation auto] [--seed 0]
 
 In a Gemma block the output of attention, and of the MLP, is normed and then added to the residual stream: one op, RMSNormAdd. Queries and
-keys are normed and rotated by one more, QKNormRope. Gemma 3 multiplies by 1 + w and stretches the angles of its global layers by 8. Gemma 4
-multiplies by w, norms its values without one, and its global layers have wider heads, a quarter of whose channels rotate ("proportional"),
-and no values of their own: they are the keys before their norm. Ours reads a prompt, then decodes greedily; logits, tokens and the gradients of a
-training step are compared with what Hugging Face's PyTorch code makes of the same input. The script prints a table of the
-differences, and exits with 1 if one is too large.
+keys are normed and rotated by one more, QKNormRope, which finds them and the values in one product. Gemma 3 multiplies by 1 + w and stretches
+the angles of its global layers by 8. Gemma 4 multiplies by w, norms its values without one, and its global layers have wider heads, a quarter
+of whose channels rotate ("proportional"), and no values of their own: they are the keys before their norm. Ours reads a prompt, then decodes
+greedily; logits, tokens and the gradients of a training step are compared with what Hugging Face's PyTorch code makes of the same input. The
+script prints a table of the differences, and exits with 1 if one is too large.
 
 Needs: jax_fusednorm, flax, torch, transformers, tqdm. Nothing is downloaded.
 """
@@ -32,8 +32,12 @@ LIMITS = {"float32": (1e-5, 1e-4), "bfloat16": (2e-2, 1e-1), "gradients": (2e-5,
 class Attention(nnx.Module):
     def __init__(self, theirs, *, dtype, **options):
         config, self.head_dim, self.scaling, self.window = theirs.config, theirs.head_dim, theirs.scaling, theirs.sliding_window
-        self.q_proj, self.k_proj, self.o_proj = (linear(p, dtype=dtype) for p in (theirs.q_proj, theirs.k_proj, theirs.o_proj))
-        self.v_proj = linear(theirs.v_proj, dtype=dtype) if theirs.v_proj is not None else None
+        # one product, of which the op finds queries, keys and values; without values of their own they are the keys' columns
+        projections = [p for p in (theirs.q_proj, theirs.k_proj, theirs.v_proj) if p is not None]
+        self.qkv, self.o_proj = linear(*projections, dtype=dtype), linear(theirs.o_proj, dtype=dtype)
+        heads, groups = (p.out_features // self.head_dim for p in projections[:2])
+        self.columns = nnx.static(dict(num_heads=heads, num_kv_heads=groups, k_start=heads * self.head_dim,
+                                       v_start=(heads + (groups if len(projections) == 3 else 0)) * self.head_dim))
         self.norms_values, self.epsilon, self.implementation = hasattr(theirs, "v_norm"), config.rms_norm_eps, options["implementation"]
 
         rope = config.rope_parameters[theirs.layer_type]
@@ -46,16 +50,13 @@ class Attention(nnx.Module):
         self.norm_rope.k_norm.scale[...] = array(theirs.k_norm.weight, dtype)
 
     def empty_cache(self, batch, tokens):
-        return empty_cache(batch, tokens, self.k_proj.out_features // self.head_dim, self.head_dim, self.k_proj.dtype)
+        return empty_cache(batch, tokens, self.columns["num_kv_heads"], self.head_dim, self.qkv.dtype)
 
     def __call__(self, x, cache, start):
-        by_head = lambda a: a.reshape(*a.shape[:2], -1, self.head_dim)
         positions = start + jnp.arange(x.shape[1])
-        k = by_head(self.k_proj(x))
-        v = k if self.v_proj is None else by_head(self.v_proj(x))
+        q, k, v = self.norm_rope(self.qkv(x), None, positions, freq_factors=self.freq_factors[...], **self.columns)
         if self.norms_values:
             v = jax_fusednorm.rms_norm(v, epsilon=self.epsilon, implementation=self.implementation)
-        q, k = self.norm_rope(by_head(self.q_proj(x)), k, positions, freq_factors=self.freq_factors[...])
         cache = store(cache, k, v, start)
         return self.o_proj(attend(q, cache, positions, self.scaling, self.window)), cache
 

@@ -191,7 +191,7 @@ def run(compare, arguments, op, *operands, **options):
     transformers.logging.set_verbosity_error()  # it warns that it runs its PyTorch code, which is what is wanted here
     torch.set_num_threads(1)  # for work this small, threads wait for each other longer than they work
     chosen = jax_fusednorm.explain(op, *operands, implementation=arguments.implementation, **options)
-    print(f"{op.__name__} under {arguments.implementation!r} on {jax.default_backend()}: {chosen.get(jax.default_backend(), 'jnp')}")
+    print(f"{op.__name__} under {arguments.implementation!r} on {jax.default_backend()}: {chosen[jax.default_backend()]}")
 
     rows = []
     calls = len(arguments.variants) * sum(1 + arguments.steps + has_gradients(dtype, arguments) for dtype in arguments.dtypes)

@@ -86,8 +86,10 @@ class Block(nnx.Module):
     def without_cache(self, x, stream, freqs_cis):
         """The same for whole sequences, [batch, T, width], without a cache: the form that has derivatives."""
         positions = jnp.arange(x.shape[1])
-        q, k, v = (a.reshape(*a.shape[:2], -1, self.head_dim) for a in jnp.split(self.qkv(x), self.starts, axis=-1))
-        q, k = jax_fusednorm.qk_rms_norm_rope(q, k, self.q_scale[...], self.k_scale[...], positions, freqs_cis=freqs_cis, **self.options)
+        k_start, v_start = self.starts
+        q, k, v = jax_fusednorm.qk_rms_norm_rope(
+            self.qkv(x), None, self.q_scale[...], self.k_scale[...], positions, num_heads=self.heads, num_kv_heads=self.kv_heads, k_start=k_start,
+            v_start=v_start, freqs_cis=freqs_cis, **self.options)
         return self.after_attention(attention.attend(q, (k, v), positions, self.head_dim**-0.5), stream)
 
     def after_attention(self, attended, stream):
@@ -314,7 +316,7 @@ def main(arguments=None):
     chosen = jax_fusednorm.explain(
         jax_fusednorm.qk_rms_norm_rope_paged, array_of(1, heads, width), cache, array_of(width), array_of(width), array_of(PAGE, width),
         np.arange(2), layer=0, implementation=arguments.implementation)
-    print(f"the op under {arguments.implementation!r} on {jax.default_backend()}: {chosen.get(jax.default_backend(), 'jnp')}")
+    print(f"the op under {arguments.implementation!r} on {jax.default_backend()}: {chosen[jax.default_backend()]}")
 
     rows = []
     exact_products = jax.default_matmul_precision("highest")  # else a GPU multiplies float32 in fewer digits

@@ -188,7 +188,7 @@ def main():
     scale = jax.ShapeDtypeStruct((WIDTH,), jnp.float32)
     chosen = jax_fusednorm.explain(jax_fusednorm.add_rms_norm, activation, activation, scale)
     print(f"model: {parameters:,} parameters, {BLOCKS} blocks, width {WIDTH}, {dtype.name}; {BATCH} x {CONTEXT} bytes a step")
-    print(f"'auto' on {jax.default_backend()}: {chosen.get(jax.default_backend(), 'jnp')}")
+    print(f"'auto' on {jax.default_backend()}: {chosen[jax.default_backend()]}")
 
     losses, times = {run: [] for run in RUNS}, {run: [] for run in RUNS}
     progress = tqdm(data, desc="training both", unit="step", mininterval=1)

@@ -70,9 +70,10 @@ GPU_DECODE = _grid("gpu_decode", (1, 32), (4096, 7168), "bfloat16", "bfloat16")
 GPU_BACKWARD = tuple(case for case in GPU if case.width in (2048, 4096, 8192))
 GPU_GATED = (Case("gpu_gated_8192x7680", (8192, 7680)),)
 GPU_HEADS = (Case("gpu_heads_8192x32x128", (8192, 32, 128)), Case("gpu_heads_8192x16x256", (8192, 16, 256), rope_dim=64))
+GPU_QK = (Case("gpu_qk_8192x32x128", (8192, 32, 128)),)  # and 8 of keys
 GPU_PAGED = tuple(Case(f"gpu_paged_{t}x32x128", (t, 32, 128)) for t in (8192, 128))
-GPU_OPS = {"add_rms_norm": (GPU + GPU_DECODE, GPU_BACKWARD), "gated_group_rms_norm": (GPU_GATED, GPU_GATED), "head_rms_norm_rope": (GPU_HEADS, ()),
-           "qk_rms_norm_rope_paged": (GPU_PAGED, ())}
+GPU_OPS = {"add_rms_norm": (GPU + GPU_DECODE, GPU_BACKWARD), "gated_group_rms_norm": (GPU_GATED, GPU_GATED), "head_rms_norm_rope": (GPU_HEADS, GPU_HEADS),
+           "qk_rms_norm_rope": (GPU_QK, GPU_QK), "qk_rms_norm_rope_paged": (GPU_PAGED, ())}
 
 # Hidden sizes: Gemma 3 and 4, Qwen3, Llama, DeepSeek.
 MODEL_WIDTHS = (1024, 1152, 2048, 2560, 2816, 3840, 4096, 5120, 5376, 7168, 8192)

@@ -16,14 +16,22 @@ REQUIRE_KERNELS = os.environ.get("JAX_FUSEDNORM_REQUIRE_KERNELS") == "1"
 def pytest_addoption(parser):
     parser.addoption("--implementations", default="jnp,host", help="comma-separated: jnp, host, metal, cuda")
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption("--faults", action="store_true", help="run the tests marked faults too")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: large sizes; run with --slow")
+    config.addinivalue_line("markers", "faults: planted faults; run with --faults (`make faults`)")
     # before any test module imports jax
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if "cuda" in _implementations(config) else "cpu")
     os.environ.setdefault("JAX_FUSEDNORM_SELF_CHECK", "0")  # the tests are the check; what the package makes of its own: test_selfcheck.py
+
+
+def pytest_terminal_summary(terminalreporter):
+    checked = [count for report in terminalreporter.getreports("passed") for name, count in report.user_properties if name == "checked by msl_lint"]
+    if checked:
+        terminalreporter.write_line(f"the language check: {len(checked)} kernel texts, {sum(checked)} instantiations")
 
 
 def _implementations(config):
@@ -44,11 +52,23 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--slow"):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in set(slow)]
+    left_out = [item for item in items for mark in ("slow", "faults") if item.get_closest_marker(mark) and not config.getoption(f"--{mark}")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--faults"):
+        caught, missed = ([r for r in terminalreporter.stats.get(kind, ()) if "test_the_fault_is_caught" in r.nodeid] for kind in ("passed", "failed"))
+        terminalreporter.write_line(f"{len(caught)} of {len(caught) + len(missed)} planted faults caught")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What random tests drew, from every process of the tests."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties:
+            if name == "drawn" and report.when == "call":
+                terminalreporter.write_line(f"{report.nodeid}: {value}")
 
 
 @functools.cache

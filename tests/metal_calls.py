@@ -1,21 +1,19 @@
 """One call of each kernel as a launcher would make it: operands, params, what must come out, and the bytes that must move."""
 
-import ctypes
 import dataclasses
 import functools
-import itertools
-import re
 import struct
 from collections.abc import Callable
 
 import embed
 import ml_dtypes
+import msl_variants
 import numpy as np
 import oracle
 from metal_driver import Array, launch
+from msl_variants import ARGUMENTS
 
 DTYPES = {"float": np.float32, "bfloat": ml_dtypes.bfloat16, "half": np.float16}
-ARGUMENTS = ("false", "true", *DTYPES, "ones", "halves", "adjacent", "apart")  # launch.h's
 KERNELS = ("rms_norm", "rms_norm_add", "add_rms_norm", "rms_norm_tangent", "rms_norm_cotangent", "gated_group_rms_norm",
            "gated_group_rms_norm_cotangent")
 EPSILON, OFFSET = 1e-6, 0.5
@@ -25,12 +23,7 @@ def text_of(kernel):
     return next(text for text in map(embed.assemble, embed.FILES) if kernel in embed.kernels(text))
 
 
-@functools.cache
-def variants(host_library, kernel):
-    """The template arguments of every variant there is; metal_src/variants says which, and the host library has them all."""
-    declared = re.search(rf"template <([^>]*)>\s*kernel void {kernel}\(", text_of(kernel))[1].split(",")
-    return [tuple(ARGUMENTS[code] for code in codes) for codes in itertools.product(range(len(ARGUMENTS)), repeat=len(declared) - 4)
-            if host_library.jax_fusednorm_run_host_kernel(kernel.encode(), (ctypes.c_ubyte * 8)(*codes), b"v2", None, None, 0)]
+variants = functools.cache(msl_variants.variants)
 
 
 @functools.cache

@@ -73,7 +73,7 @@ class Standin:
     def words(self, error):
         return self.send(self.send(error, "localizedDescription"), "UTF8String", result=ctypes.c_char_p).decode()
 
-    def pipelines(self, text, kernels, *, version=LANGUAGE_3_1, fast_math=0):
+    def pipelines(self, text, kernels, *, version=LANGUAGE_3_1, fast_math=0, math_mode=0, functions=1):
         """A pipeline for each instantiation, "rms_norm<float, ...>", of a text."""
         lines = "".join(f'template [[host_name("{k}")]] [[kernel]] decltype({k}) {k};\n' for k in kernels)
         error = ctypes.c_void_p()
@@ -85,8 +85,10 @@ class Standin:
                 return answer
 
             options = owned(self.send(self.class_named("MTLCompileOptions"), "new"))
-            self.send(options, "setLanguageVersion:", version)
-            self.send(options, "setFastMathEnabled:", fast_math)
+            for setter, value in (("setLanguageVersion:", version), ("setFastMathEnabled:", fast_math), ("setMathMode:", math_mode),
+                                  ("setMathFloatingPointFunctions:", functions)):
+                if value is not None:
+                    self.send(options, setter, value)
             library = owned(self.send(self.device, "newLibraryWithSource:options:error:", self.string(text + lines), options,
                                       ctypes.byref(error)))
             functions = [owned(self.send(library, "newFunctionWithName:", self.string(k))) for k in kernels]
@@ -121,6 +123,10 @@ class Standin:
         for checker in off:
             assert self.library.standin_check(checker.encode(), 0), checker
 
+    def run_some(self, first, count):
+        """Until the next reset dispatches run only `count` of their threadgroups."""
+        self.library.standin_run_some(first, count)
+
     def seed(self, seed, switch_every=0):
         self.library.standin_seed(seed, switch_every)
 
@@ -134,8 +140,8 @@ class Standin:
             time.sleep(0.01)
         return complaints
 
-    def misbehave(self, how, kernel=""):
-        assert self.library.standin_misbehave(how.encode(), kernel if kernel is None else kernel.encode())
+    def misbehave(self, how, of=""):
+        assert self.library.standin_misbehave(how.encode(), of if of is None else of.encode())
 
     def count(self, what):
         return self.library.standin_count(what.encode())

@@ -26,7 +26,7 @@ EPSILON, OFFSET, STORAGE_SCALE = 1e-6, 0.5, 2
 CASTS = ((True, True), (True, False), (False, True))  # multiply before the cast, round before the rotation
 
 
-PAGES_IN_PARAMS = 4 * (20 + 2 + 10)  # of metal_src/kernels/params.h, in bytes
+PAGES_IN_PARAMS = 4 * (24 + 2 + 6)  # of metal_src/kernels/params.h, in bytes
 
 
 @dataclasses.dataclass
@@ -101,10 +101,10 @@ def call(seed, dtype, *, width=16, rope_dim=8, style="neox", placement="prefix",
             q[token] = k[token] = v[token] = np.nan
     arrays, columns = _columns(q, k, v, packed=form == "packed")
     params = struct.pack(
-        "20I2f14I", tokens, 0, heads, k_heads, width, lanes, at_once, *(-(-count // at_once) for count in (heads, k_heads)), parts,
+        "24I2f10I", tokens, 0, heads, k_heads, width, *columns[:4], lanes, at_once, *(-(-count // at_once) for count in (heads, k_heads)), parts,
         rope_dim // 2, (width - rope_dim) * (placement == "suffix"),
         1 if style == "interleaved" else rope_dim // 2, style == "interleaved", 1, max_positions, STORAGE_SCALE, 0, 0, 0, EPSILON, OFFSET,
-        *columns, has_k, has_v, sequences, entries, num_pages, sides, layers, page_size)
+        *columns[4:], has_k, has_v, sequences, entries, num_pages, sides, layers, page_size)
     casts = (not multiply_before_cast, round_before_rope) if storage != np.float32 else (False, False)
     return Call([arrays[0], arrays[1] if has_k else arrays[0], arrays[2] if has_v else arrays[0], table, lengths, offsets, layer, angles, *scales,
                  np.full_like(q, np.nan), pages], params, (dtype, *("true" if cast else "false" for cast in casts), pairs), tokens,

@@ -85,8 +85,8 @@ def draw_scale(seed, width, dtype):
 
 
 def placed(array, offset):
-    """A copy of `array` that starts `offset` bytes after a 64-byte boundary."""
-    memory = np.zeros(array.nbytes + 128, np.uint8)
+    """A copy of `array` that starts `offset` bytes after a 64-byte boundary, among bytes that are nan as any dtype."""
+    memory = np.full(array.nbytes + 128, 0xff, np.uint8)
     start = -memory.ctypes.data % 64 + offset
     view = memory[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
     view[...] = array

@@ -231,3 +231,16 @@ def test_the_forward_pass_of_a_gradient_runs_the_kernel(implementation, tested):
     args = tested.arguments((5, 24))
     calls = kernel_calls(jax.value_and_grad(loss(tested.bound(implementation))), *args)
     assert calls == 0 if implementation == "jnp" else calls >= 1
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_tangents_of_both_summands_are_added_in_float32(implementation, dtype):
+    """A tangent along the sum is all but lost in the norm: of a large one and a small one the small one's is left, but for rounding."""
+    x, small = draw(40, (3, 48), dtype), draw(41, (3, 48), dtype)
+    residual = jnp.zeros_like(x)
+
+    def pushed(*tangents):
+        return jax.jvp(ADD_RMS_NORM.bound(implementation), (x, residual, jnp.ones(48)), (*tangents, jnp.zeros(48)))[1][0]
+
+    both, one = (np.asarray(t, np.float32) for t in (pushed(256 * x, small), pushed(residual, small)))
+    np.testing.assert_allclose(both, one, rtol=2e-2, atol=2e-2)

@@ -162,6 +162,21 @@ def test_every_cast_order_and_scale(kernel, dtype, width):
                       round_before_rope=round_before_rope)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_what_does_not_turn_depends_on_no_other_channel(kernel, dtype):
+    """To turn it by no angle would not do: a partner that is inf would make it nan, and -0 would become 0. Pairs that end within a pack."""
+    for width, rope in ((128, Rope(PROPORTIONAL, 20)), (128, Rope(NEOX, 20, True)), (64, Rope(INTERLEAVED, 13)), (30, Rope(PROPORTIONAL, 5))):
+        still = np.setdiff1d(np.arange(width), np.concatenate(rope.channels(width)))
+        x = np.array(draw(5, (4, 5, width), "float32"))
+        x[..., still[::3]] *= -0.0
+        x = jnp.asarray(x.astype(dtype))
+        for infinite in (still[:len(still) // 2], still[len(still) // 2:]):
+            scale = jnp.ones(width).at[infinite].set(jnp.inf)
+            [turned], [plain] = (run(kernel, x, POSITIONS[:4], turns_of(inverse_frequencies(r.pairs)), r, scale) for r in (rope, Rope(rope.style, 0)))
+            oracle.assert_same_bits(np.asarray(turned)[..., still], np.asarray(plain)[..., still], what=f"{width} {rope}")
+            assert np.isfinite(np.delete(oracle.wide(turned), infinite, -1)).all()
+
+
 @pytest.mark.parametrize("theta", (1e4, 1e6, 1e7))
 def test_angles_stay_right_at_long_positions(kernel, theta):
     """Where the first channels of a head are 1 and the rest 0, and every step to the rotation is exact, it gives cosines and sines."""

@@ -61,6 +61,32 @@ def test_batch_tokens_and_heads_may_be_cut(one_kernel, name, axis_type):
             assert_trees_close(run(executable, placed), jax.tree.map(np.asarray, gradients), rtol=1e-4, atol=1e-4)
 
 
+@AXES
+def test_the_heads_of_queries_alone_may_be_cut(one_kernel, axis_type):
+    """Fewer keys than devices: each device has all of them, and their scale's gradient counts once."""
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(axis_type,) * 2)
+    args = Q, K[:, :, :2], *SCALES
+
+    def both(*args):
+        f = lambda *args: queries_and_keys(*args, POSITIONS)
+        return f(*args), jax.grad(loss(f), (0, 1, 2, 3))(*args)
+
+    heads.implementation = "jnp"
+    want = jax.jit(both)(*args)
+    heads.implementation = one_kernel
+    for of_q, of_k in ((P("b", None, "h"), P("b")), (P(None, None, "h"), P()), (P("b"), P("b", None, "h"))):
+        k = K if "h" in of_k else args[1]
+        if k is K:
+            heads.implementation = "jnp"
+            want = jax.jit(both)(Q, K, *SCALES)
+            heads.implementation = one_kernel
+        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((Q, k, *SCALES), (of_q, of_k, P(), P()))]
+        with jax.set_mesh(mesh):
+            executable, found = compiled(both, *placed)
+            assert_trees_close(run(executable, placed), jax.tree.map(np.asarray, want), rtol=1e-4, atol=1e-4)
+        assert found["all-gather"] == found["other"] == 0
+
+
 def test_positions_cut_as_the_tokens_are(one_kernel):
     heads.implementation = one_kernel
     mesh = jax.make_mesh((2, 4), ("b", "h"))

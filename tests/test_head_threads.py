@@ -122,8 +122,8 @@ def test_few_tokens_are_spread_over_many_simdgroups_and_a_token_s_angles_are_rea
 
 class Params(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint) for name in (
-        "tokens", "sequence", "heads", "k_heads", "width", "lanes", "at_once", "x_walks", "k_walks", "parts", "pairs", "first", "distance",
-        "interleaved", "table", "table_rows", "scale", "copies", "copy_types", "head_major")] + [
+        "tokens", "sequence", "heads", "k_heads", "width", "x_stride", "x_start", "k_stride", "k_start", "lanes", "at_once", "x_walks", "k_walks",
+        "parts", "pairs", "first", "distance", "interleaved", "table", "table_rows", "scale", "copies", "copy_types", "head_major")] + [
             ("epsilon", ctypes.c_float), ("scale_offset", ctypes.c_float)]
 
 
@@ -136,7 +136,7 @@ def test_every_level_of_the_host_agrees_with_float64(host_library, level, dtype)
         x, positions = np.asarray(ordinary(25, (8, 5, width), dtype)), np.array(POSITIONS, np.int32)
         inverse, out = inverse_frequencies(rope.pairs), np.zeros_like(x)
         turns = np.asarray(turns_of(inverse))
-        params = Params(8, 8, 5, 0, width, 1, 1, 5, 0, 1, rope.pairs, 0, 1 if interleaved else rope.pairs, interleaved, epsilon=EPSILON)
+        params = Params(8, 8, 5, 0, width, 5 * width, 0, 0, 0, 1, 1, 5, 0, 1, rope.pairs, 0, 1 if interleaved else rope.pairs, interleaved, epsilon=EPSILON)
         addresses = [a.ctypes.data for a in (x, x, positions, turns, x, x, *8 * [out])]
         scratch = np.empty(4 * width, np.float32)
         ran = host_library.jax_fusednorm_run_host_kernel(

@@ -48,7 +48,7 @@ def check(launcher, data, *no_paths):
     trie = library.dyld_exports_trie if library.has_dyld_exports_trie else library.dyld_info
     exports = {export.symbol.name: export.flags for export in trie.exports}
     handlers = {f"_{ffi.target(launcher, kernel)}" for kernel in ffi.library(launcher).targets}
-    ours = {"describe", "poison_outputs", "status", *(["run_host_kernel"] if launcher == "host" else [])}
+    ours = {"describe", "poison_outputs", "status", *{"host": ("run_host_kernel", "run_host_teams"), "metal": ("longest_array",)}[launcher]}
     exported = {e for e, flags in exports.items() if not flags & WEAK} - {"__mh_dylib_header", "___dso_handle"}
     assert handlers and exported == handlers | {f"_jax_fusednorm_{each}" for each in ours}
     # the C++ library is linked in; its allocation functions may be replaced by the process's own, as C++ has it

@@ -21,6 +21,7 @@ DTYPES = {"float": np.float32, "bfloat": ml_dtypes.bfloat16, "half": np.float16}
 EPSILON, OFFSET, STRIP = 1e-6, 0.5, 16
 # (rows, width, outputs): whole packs of one simdgroup and of several, what is more than threads keep, and what nothing divides
 SIZES = ((1, 64, 8), (3, 512, 36), (2, 2048, 20), (5, 33, 17), (2, 300, 50), (1, 20000, 4))
+LEFT_OVER = tuple((2, width, 17) for width in (7, 15, 23, 31, 55))  # one row short of as many as vecmat reads at once, of 1 to 8 that take turns
 
 
 def product_of(x, weight, transpose_b):
@@ -49,7 +50,7 @@ def run(standin, kernel, variant, shape, arrays, params, teams, seed, switch_eve
 
 def check_products(standin, kernel, dtype):
     rng, itemsize = np.random.default_rng(1), np.dtype(DTYPES[dtype]).itemsize
-    for rows, width, outputs in SIZES:
+    for rows, width, outputs in SIZES + LEFT_OVER * (kernel == "vecmat"):
         if kernel == "vecmat" and width > 10000:
             continue
         of_weight = (outputs, width) if kernel == "matvec" else (width, outputs)
@@ -156,7 +157,7 @@ def test_the_hosts_bits_depend_on_no_other_row_and_not_on_where_buffers_lie(host
             pytest.skip(f"this processor has no {level}")
         return arrays[2]
 
-    for (rows, width, outputs), kernel in ((s, k) for s in SIZES[:5] for k in ("matvec", "vecmat")):
+    for (rows, width, outputs), kernel in ((s, k) for s in SIZES[:5] + LEFT_OVER for k in ("matvec", "vecmat")):
         of_weight = (outputs, width) if kernel == "matvec" else (width, outputs)
         x, weight = (rng.standard_normal(s).astype(DTYPES[dtype]) for s in ((rows, width), of_weight))
         together = products(kernel, x, weight)

@@ -140,7 +140,7 @@ class Gpu:
             [self.pipelines[name]] = self.standin.pipelines(self.text, [name])
         placed = {id(a): Array(a) for a in made.arrays}
         arrays = [placed[id(a)] for a in made.arrays]
-        teams = made.tokens * struct.unpack_from("10I", made.params)[9]
+        teams = made.tokens * struct.unpack_from("14I", made.params)[13]
         at_once = int(name.rstrip(">").split(", ")[-1])
         known = self.standin.run(launch(self.pipelines[name], arrays, made.params, -(-teams // at_once), 32 * at_once, 16))
         return known["$status"], self.standin.complaints(), [a.values for a in arrays]

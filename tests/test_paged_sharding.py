@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jax_fusednorm import PagedKVCache, qk_rms_norm_rope_paged
+from jax_fusednorm import PagedKVCache, explain, qk_rms_norm_rope_paged
 from ops import assert_trees_close
 from paged_op_calls import copies_of
 from plain import draw, draw_scale
@@ -105,6 +105,7 @@ def test_a_packed_projection_is_sliced_for_the_devices(one_kernel, axis_type):
         executable, kernels, _, text = compiled(f, args)
         assert kernels == int(axis_type == AxisType.Auto) and not copies_of(cache.pages.addressable_data(0), text)
         assert_trees_close(run(executable, args), want, rtol=1e-5, atol=1e-5)
+        assert explain(f, *args)["cpu"].runs == (one_kernel if axis_type == AxisType.Auto else "jnp")  # of the call on slices
 
 
 def test_shard_map_over_the_heads_of_queries_alone(one_kernel):

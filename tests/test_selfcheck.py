@@ -86,6 +86,48 @@ def test_a_fault_is_found_warned_of_once_and_passed_over(host_kernel):
     assert len(warned) == 1 and re.search(words, warned[0]) and re.search(words, named)
 
 
+@pytest.fixture
+def on_a_mac(standin, host_kernel, monkeypatch):
+    """As if it were one, on which nothing is known yet."""
+    for owner, name, value in ((lowering, "on_apple_silicon", lambda: True), (lowering, "METAL_MIN_BYTES", 0), (selfcheck, "ENABLED", True),
+                               (selfcheck, "_found", {}), (selfcheck, "failures", [])):
+        monkeypatch.setattr(owner, name, value)
+    return standin
+
+
+@needs_standin
+def test_every_result_is_compared(on_a_mac):
+    on_a_mac.misbehave("wrong last", "add_rms_norm<float, ones")
+    x = jax.ShapeDtypeStruct((50, 72), jnp.float32)
+    with pytest.warns(UserWarning, match=r"On operands float32\[33, 72\], float32\[33, 72\]: result 1: 1 of 2376 elements are off"):
+        assert explain(add_rms_norm, x, x)["cpu"].runs == "host"
+
+
+@needs_standin
+@pytest.mark.parametrize("wrong_first", (False, True))
+def test_kernels_of_other_options_and_dtypes_are_checked_apart(on_a_mac, recwarn, wrong_first):
+    """Of operands of one shape: who is found out says nothing of the others, nor they of it."""
+    on_a_mac.misbehave("wrong", "rms_norm<bfloat, bfloat, true")
+    x, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((50, 72), (72,)))
+    for cast_first in (wrong_first, not wrong_first, wrong_first):
+        assert explain(rms_norm, x, scale, multiply_before_cast=not cast_first)["cpu"].runs == ("host" if cast_first else "metal")
+    for dtypes in ((jnp.float16, jnp.bfloat16), (jnp.bfloat16, jnp.float32)):
+        operands = [a.update(dtype=dtype) for a, dtype in zip((x, scale), dtypes)]
+        assert explain(rms_norm, *operands, multiply_before_cast=False)["cpu"].runs == "metal"
+    assert len(recwarn) == 1
+
+
+@needs_standin
+def test_a_distrusted_kernel_does_not_run_where_any_kernel_is_asked_for(on_a_mac, recwarn):
+    on_a_mac.misbehave("wrong", "rms_norm<float, ones")
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((50, 72)), jnp.float32)
+    got, wide = jax.jit(lambda x: rms_norm(x, implementation="kernel"))(x), np.asarray(x, np.float64)
+    np.testing.assert_allclose(got, wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-6), rtol=1e-5)
+    assert explain(rms_norm, x, implementation="kernel")["cpu"].runs == "host"
+    assert explain(rms_norm, x, implementation="metal")["cpu"].runs is None
+    assert len(recwarn) == 1
+
+
 @needs_standin
 def test_selftest_finds_it_too(tmp_path):
     path = tmp_path / "report.txt"

@@ -2,10 +2,8 @@
 
 import concurrent.futures
 import contextlib
-import os
-import re
-import subprocess
-import sys
+import ctypes
+import mmap
 import threading
 
 import metal_calls
@@ -159,8 +157,32 @@ SEQUENCES = {
 
 # The same checkers on what the messages above do not show.
 
-def fast_math(standin, text, instantiation):
-    standin.pipelines(text, [instantiation], fast_math=1)
+def compiled(**options):
+    return lambda standin, text, instantiation: standin.pipelines(text, [instantiation], **options)
+
+
+def older_fast_math(standin, text, instantiation):
+    standin.misbehave("macOS 14")
+    standin.pipelines(text, [instantiation], fast_math=None, math_mode=None, functions=None)
+
+
+def a_mode_that_older_systems_have_not(standin, text, instantiation):
+    standin.misbehave("macOS 14")
+    standin.pipelines(text, [instantiation])
+
+
+def no_source(standin, text, instantiation):
+    standin.misbehave("nil", "stringWithUTF8String:")
+    with contextlib.suppress(Exception):
+        standin.pipelines(text, [instantiation])
+
+
+def more_than_a_buffer_has(standin, text, instantiation):
+    standin.misbehave("longest buffer", str(3 * PAGE))
+    memory = mmap.mmap(-1, 8 * PAGE)
+    first = -(-ctypes.addressof(ctypes.c_char.from_buffer(memory)) // PAGE) * PAGE
+    for selector, *arguments in (("newBufferWithLength:options:", 4 * PAGE, 0), (WRAP, first, 4 * PAGE, 0, None)):
+        standin.send(standin.send(standin.device, selector, *arguments), "release")
 
 
 def another_text(standin, text, instantiation):
@@ -176,7 +198,20 @@ def other_threads(standin, text, instantiation):
         worker.join()
 
 
-MORE = {"fast math": (fast_math, {"math"}), "another text": (another_text, {"source"}), "another thread": (other_threads, {"thread"})}
+MORE = {
+    "fast math": (compiled(fast_math=1), {"math"}),
+    "fast math by default": (compiled(fast_math=None), {"math"}),
+    "the mode that is the default": (compiled(math_mode=None), {"math"}),
+    "relaxed mathematics": (compiled(math_mode=1), {"math"}),
+    "the functions that are the default": (compiled(functions=None), {"math"}),
+    "fast math, before there were modes": (older_fast_math, {"math"}),
+    "a mode where there are none": (a_mode_that_older_systems_have_not, {"selector"}),
+    "no language version": (compiled(version=None), {"language"}),
+    "another text": (another_text, {"source"}),
+    "no text": (no_source, {"source"}),
+    "another thread": (other_threads, {"thread"}),
+    "more than a buffer has": (more_than_a_buffer_has, {"limits"}),
+}
 
 
 @pytest.mark.parametrize("what", SEQUENCES)
@@ -236,94 +271,3 @@ def test_calls_from_several_threads(standin, text, call):
     for _, arrays in made:
         call.check([a.values for a in arrays])
     standin.send(pipeline, "release")
-
-
-# ---- what a driver may do that no launcher can prevent
-
-def test_the_environment_lowers_the_threads_allowed(standin, messages, monkeypatch):
-    monkeypatch.setenv("STANDIN_MAX_THREADS", "32")
-    pipeline = messages[position(messages, "setComputePipelineState:")][3]
-    assert standin.send(pipeline, "maxTotalThreadsPerThreadgroup") == 32
-    standin.run(messages)
-    assert checkers_of(standin.complaints()) == {"limits"}
-
-
-def test_a_command_buffer_that_fails(standin, messages):
-    standin.misbehave("fail", "rms_norm<float")
-    known = standin.run(messages)
-    assert known["$status"] == FAILED and "rms_norm<float, float, false" in known["$words"] and "as asked for" in known["$words"]
-    standin.misbehave("fail", "rms_norm<half")  # another kernel's
-    assert standin.run(messages)["$status"] == COMPLETED
-    standin.misbehave("fail", None)
-    assert standin.run(messages)["$status"] == COMPLETED
-    assert standin.complaints() == []
-
-
-def test_a_complaint_of_a_kernel_fails_its_command_buffer(standin, messages):
-    SEQUENCES["a no-copy buffer a page too short"][0](messages)
-    known = standin.run(messages)
-    assert known["$status"] == FAILED and known["$words"].startswith("bounds: ")
-
-
-def test_a_command_buffer_that_hangs(standin, messages):
-    wait = position(messages, "waitUntilCompleted")
-    standin.misbehave("hang")
-    known = standin.run([*messages[:wait], ["$status", "$command", "status"]])
-    assert known["$status"] not in (COMPLETED, FAILED)
-    standin.misbehave("hang", None)
-    assert standin.run(messages[wait:], known)["$status"] == COMPLETED
-    assert standin.complaints() == []
-
-
-def test_a_kernel_that_computes_wrong(standin, text, call):
-    [pipeline] = standin.pipelines(text, [call.instantiation(standin)])
-    messages, arrays = call.messages(standin, pipeline)
-    standin.misbehave("wrong")
-    assert standin.run(messages)["$status"] == COMPLETED
-    with pytest.raises(AssertionError, match="1 of 6000 elements"):
-        call.check([a.values for a in arrays])
-    assert standin.complaints() == []
-    standin.send(pipeline, "release")
-
-
-@pytest.mark.parametrize("how", ["refuse source", "refuse pipeline"])
-def test_a_compiler_that_refuses(standin, text, call, how):
-    name = call.instantiation(standin)
-    standin.misbehave(how, name)
-    with pytest.raises(Refused, match=re.escape(name) + ".*as asked for"):
-        standin.pipelines(text, [name])
-    standin.misbehave(how, None)
-    standin.pipelines(text, [name])
-    assert standin.complaints() == []
-
-
-def test_no_bfloat_before_metal_3_1(standin, text, call):
-    with pytest.raises(Refused, match="unknown type 'bfloat'"):
-        standin.pipelines(text, [call.instantiation(standin)], version=3 << 16)
-
-
-def test_a_text_that_does_not_compile_says_where(standin, text, call):
-    standin.reset(off={"source"})
-    with pytest.raises(Refused, match=r"rms_norm.metal:\d+:.*error"):
-        standin.pipelines(text.replace("p.epsilon", "p.nothing"), [call.instantiation(standin)])
-
-
-@pytest.mark.parametrize("how, length", [("nil wrapper", None), ("short wrapper", PAGE)])
-def test_a_wrapper_that_is_not_what_was_asked_for(standin, messages, how, length):
-    standin.misbehave(how)
-    release = [[None, "$b0", "release"]] if length else []
-    known = standin.run([messages[0], messages[1], ["$length", "$b0", "length"], *release, messages[-1]])
-    assert (known["$b0"] is None) == (length is None) and (known["$length"] or None) == length
-    assert standin.complaints() == []
-
-
-def test_the_environment_asks_for_a_misbehaviour(standin):
-    program = f"from metal_driver import Standin; print(Standin({standin.path!r}).device)"
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "STANDIN_MISBEHAVE": "no device:"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "None"
-
-
-def test_names_are_checked(standin):
-    assert not standin.library.standin_check(b"nonsense", 0)
-    assert not standin.library.standin_misbehave(b"nonsense", b"")

@@ -85,7 +85,7 @@ def shapes(call, tokens, width, dtype):
 
 def platform():
     """The name under which kernels are known of where JAX runs by default."""
-    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    return lowering.canonical(jax.default_backend())
 
 
 def kernels():

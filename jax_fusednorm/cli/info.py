@@ -10,7 +10,7 @@ from jax_fusednorm.core import ffi, lowering, selfcheck
 
 from . import calls
 
-VARIABLES = (lowering.VARIABLE, lowering.METAL_VARIABLE, selfcheck.VARIABLE, "JAX_FUSEDNORM_HOST_LEVEL", "JAX_FUSEDNORM_METAL_DRIVER",
+VARIABLES = (lowering.VARIABLE, lowering.METAL_VARIABLE, selfcheck.VARIABLE, ffi.HOST_LEVEL, "JAX_FUSEDNORM_METAL_DRIVER",
              "JAX_PLATFORMS")
 
 

@@ -3,6 +3,8 @@
 import ctypes
 import dataclasses
 import functools
+import math
+import os
 import pathlib
 import re
 import warnings
@@ -13,6 +15,7 @@ import numpy as np
 
 import jax_fusednorm
 
+HOST_LEVEL = "JAX_FUSEDNORM_HOST_LEVEL"  # read by the host launcher: the instruction set, v2, v3 or v4 of x86-64, where less is wanted than there is
 # Counts changes of the handlers' operands, attributes or results; part of every target's name.
 ABI = 1
 _PLATFORM = {"host": "cpu", "metal": "cpu", "cuda": "CUDA"}  # XLA's name of the platform each launcher's handlers are registered for
@@ -44,6 +47,14 @@ class Library:
     def about(self):
         """What runs its kernels, or why nothing does."""
         return self._status()[1]
+
+    @functools.cached_property
+    def longest(self):
+        """Bytes that one array may have, where a driver sets a limit: Apple's does, of its buffers."""
+        if not hasattr(self.handle, "jax_fusednorm_longest_array"):
+            return math.inf
+        self.handle.jax_fusednorm_longest_array.restype = ctypes.c_uint64
+        return self.handle.jax_fusednorm_longest_array()
 
 
 def target(launcher, kernel):
@@ -85,8 +96,15 @@ def library(launcher):
     return Library(path.name, frozenset(targets), handle)
 
 
+def _check_host_level():
+    value = os.environ.get(HOST_LEVEL)
+    if value and value not in ("v2", "v3", "v4"):
+        warnings.warn(f"jax_fusednorm: {HOST_LEVEL}={value!r} is none of v2, v3, v4; the best that this processor has is used.", stacklevel=2)
+
+
 def load_all() -> tuple[jax.export.DisabledSafetyCheck, ...]:
     """Load every library there is. Returns the export checks that its custom calls need disabled."""
+    _check_host_level()
     return tuple(jax.export.DisabledSafetyCheck.custom_call(target(launcher, kernel))
                  for launcher in _PLATFORM for kernel in sorted(library(launcher).targets))
 

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import get_args
 
@@ -53,8 +53,9 @@ def on_apple_silicon():
     return sys.platform == "darwin" and os.uname().machine == "arm64"
 
 
-# A JAX user context is part of jit's cache key: a function traced under another default is traced again.
-_default = jax.make_user_context(_initial())
+_process_default = _initial()
+# A JAX user context is part of jit's cache key: a function traced under another default is traced again. None: the process's own.
+_default = jax.make_user_context(None)
 
 
 def implementation(name: Implementation) -> AbstractContextManager[None]:
@@ -62,14 +63,54 @@ def implementation(name: Implementation) -> AbstractContextManager[None]:
 
     One of "auto" (a kernel where one is available, else jnp), "jnp" (the pure-jnp form), "kernel" (any kernel, else an
     error), "host", "metal", "cuda" (that kernel, else an error). The default of the process is the environment variable
-    JAX_FUSEDNORM_IMPLEMENTATION as it was at import, else "auto".
+    JAX_FUSEDNORM_IMPLEMENTATION as it was at import, else "auto"; `set_implementation` changes it.
     """
-    return _default(checks.option("implementation", "name", name, IMPLEMENTATIONS))
+    return _Chosen(checks.option("implementation", "name", name, IMPLEMENTATIONS))
+
+
+class _Chosen:
+    """A block in which an implementation is the default. One that is never entered says so: `implementation("jnp")` alone does nothing."""
+
+    def __init__(self, name):
+        self._name, self._context = name, None
+
+    def __enter__(self):
+        self._context = _default(self._name)
+        self._context.__enter__()
+
+    def __exit__(self, *raised):
+        return self._context.__exit__(*raised)
+
+    def __del__(self):
+        if self._context is None:
+            warnings.warn(f"jax_fusednorm: implementation({self._name!r}) did nothing: write `with implementation({self._name!r}):`, or "
+                          f"set_implementation({self._name!r}) for the whole process.", RuntimeWarning, stacklevel=2)
+
+
+def set_implementation(name: Implementation) -> None:
+    """Set what ops run in this process, where neither their own `implementation=` nor a `with implementation(...):` says otherwise.
+
+    name: as in `implementation`. It takes the place of the environment variable JAX_FUSEDNORM_IMPLEMENTATION. Functions that are jitted
+    already are traced and compiled again (`jax.clear_caches`), so call it at a program's start.
+    """
+    global _process_default
+    name = checks.option("set_implementation", "name", name, IMPLEMENTATIONS)
+    if name != _process_default:
+        _process_default = name
+        jax.clear_caches()
 
 
 def requested(op, value):
     """The `implementation=` of a call, or the default in force."""
-    return _default.value if value is None else checks.option(op, "implementation", value, IMPLEMENTATIONS)
+    return _default.value or _process_default if value is None else checks.option(op, "implementation", value, IMPLEMENTATIONS)
+
+
+def canonical(platform):
+    """The name under which kernels are known and programs lowered, of a platform as jax.default_backend() calls it."""
+    if platform != "gpu":
+        return platform
+    own = jax.devices()[0].client.platform_version if jax.default_backend() == "gpu" else ""
+    return "rocm" if "rocm" in own.lower() else "cuda"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +138,13 @@ def bytes_of(avals):
     return sum(aval.dtype.itemsize * math.prod(n for n in aval.shape if isinstance(n, int)) for aval in avals)
 
 
+def too_long(launcher, library, ctx):
+    """Why the launcher takes no arrays as long as these operands and results, or None."""
+    most = max((bytes_of([aval]) for aval in (*ctx.avals_in, *ctx.avals_out)), default=0)
+    if most > library.longest:
+        return f"{launcher} takes arrays of up to {library.longest} bytes here, and one is of {most}"
+
+
 def launchers_for(platform, requested, moved=math.inf):
     """The kernel builds that a call which moves so many bytes may run there, best first."""
     known = LAUNCHERS.get(platform, ())
@@ -110,8 +158,7 @@ def launchers_for(platform, requested, moved=math.inf):
 def may_use_kernels(requested):
     """Whether a call may be lowered to a kernel at all. False for "auto" where the process's own platform has none."""
     if requested == "auto":
-        own = jax.default_backend()
-        return any(ffi.library(launcher).usable for launcher in launchers_for("cuda" if own == "gpu" else own, requested))
+        return any(ffi.library(launcher).usable for launcher in launchers_for(canonical(jax.default_backend()), requested))
     return requested != "jnp"
 
 
@@ -141,7 +188,7 @@ def choose(platforms, requested, ctx, moved, distrust):
         library = ffi.library(launcher)
         if library.usable and not may_use_kernels(requested):
             return refused(f"this process's default platform, {jax.default_backend()}, has no kernels")
-        why_not = distrust(launcher) if library.usable else library.about
+        why_not = (too_long(launcher, library, ctx) or distrust(launcher)) if library.usable else library.about
         if not why_not:
             return Decision(launcher, "; ".join([library.about, *notes]))
         notes.append(why_not)
@@ -151,21 +198,35 @@ def choose(platforms, requested, ctx, moved, distrust):
 _record = contextvars.ContextVar("jax_fusednorm_decisions", default=None)
 
 
+class _Record(list):
+    """The Decisions of one lowering; `asked`: the platforms whose partitioners have yet to say whether the kernels stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = set()
+
+    def later(self, at, why):
+        self[at] = Decision("jnp", why)
+
+
 def decide(name, platforms, requested, ctx, place, strict, **options):
-    """(choose(), and what place(launcher) makes of it for the devices in `ctx`), recorded for explain().
+    """(choose(), and what place(launcher, report) makes of it for the devices in `ctx`), recorded for explain().
 
     A call that no kernel can take is an error if it is `strict` and asked for one, else the reference runs. How the operands are
     cut over devices is never an error: there the reference is what XLA knows how to cut.
     """
     decision, placed = choose(platforms, requested, ctx, **options), None
+    record = _record.get()
     if decision.runs not in (None, "jnp"):
-        placed = place(decision.runs)
+        report = (lambda why: None) if record is None else functools.partial(record.later, len(record))
+        placed = place(decision.runs, report)
         if placed.why:
             decision, placed = Decision("jnp", placed.why), None
     if decision.runs is None and not strict:
         decision = Decision("jnp", decision.why)
-    if _record.get() is not None:
-        _record.get().append(decision)
+    if record is not None:
+        record.append(decision)
+        record.asked.update([placed.asked] if placed and placed.asked else ())
     elif decision.runs is None:
         raise NotImplementedError(
             f"{name}: implementation={requested!r} was asked for, but {decision.why}. "
@@ -175,7 +236,7 @@ def decide(name, platforms, requested, ctx, place, strict, **options):
 
 @contextlib.contextmanager
 def _recording():
-    decisions = []
+    decisions = _Record()
     token = _record.set(decisions)
     try:
         yield decisions
@@ -183,21 +244,27 @@ def _recording():
         _record.reset(token)
 
 
-def explain(op: Callable[..., object], *args: object, platforms: tuple[str, ...] | list[str] = ("cpu", "cuda", "rocm", "tpu", "mps"),
+def explain(op: Callable[..., object], *args: object, platforms: str | Iterable[str] = ("cpu", "gpu", "cuda", "rocm", "tpu", "mps"),
             **kwargs: object) -> dict[str, Decision]:
     """What `op(*args, **kwargs)` would run on each platform, and why, without running it (a kernel for Apple GPUs is checked, on few rows).
 
-    args: arrays or `jax.ShapeDtypeStruct`s. Returns {platform: Decision}; a Decision prints as "host: ..." or "jnp: ...".
+    args: arrays or `jax.ShapeDtypeStruct`s. platforms: names, or one name; "gpu" is this process's own kind of GPU, else cuda.
+    Returns {platform: Decision}; a Decision prints as "host: ..." or "jnp: ...".
     Forward only; a derivative takes the same way and runs the reference where it has no kernel.
 
-    >>> print(explain(rms_norm, x, scale)["cpu"])
+    >>> print(explain(rms_norm, x, scale)[jax.default_backend()])
     """
+    names = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     found = {}
-    for platform in platforms:
+    for platform in map(canonical, names):
+        if platform in found:
+            continue
         call = functools.partial(op, **kwargs)
         with _recording() as decisions:
             # a fresh function, so that no cached lowering answers in our place
-            jax.jit(lambda *a: call(*a)).trace(*args).lower(lowering_platforms=(platform,))
-        # the last: what an op runs may be another op
-        found[platform] = decisions[-1] if decisions else Decision("jnp", "the call needs no kernel")
-    return found
+            lowered = jax.jit(lambda *a: call(*a)).trace(*args).lower(lowering_platforms=(platform,))
+            last = len(decisions) - 1  # what an op runs may be another op
+            if platform in decisions.asked:
+                lowered.compile()
+        found[platform] = decisions[last] if decisions else Decision("jnp", "the call needs no kernel")
+    return {name: found[canonical(name)] for name in names}

@@ -11,6 +11,12 @@ def compute_dtype(dtype):
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)  # promote_types fails under strict promotion
 
 
+def constant(value):
+    """An array that the package made itself, on the device: no transfer of the caller's, which is what jax.transfer_guard is about."""
+    with jax.transfer_guard_host_to_device("allow"):
+        return jnp.asarray(value)
+
+
 def last_mean(v):
     """The mean over the last axis, kept as an axis of one. References take it as an argument: a sharded axis needs another."""
     return jnp.mean(v, axis=-1, keepdims=True)

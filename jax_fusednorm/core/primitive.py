@@ -14,8 +14,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import ffi, lowering, selfcheck, sharding
-from .sharding import is_row
+from . import ffi, inspection, lowering, selfcheck, sharding
+from .axes import is_row
 
 try:  # there is no public way to have a mesh's devices while lowering, which custom_partitioning needs
     from jax._src.dispatch import prim_requires_devices_during_lowering as _wants_devices
@@ -63,6 +63,15 @@ def _out_avals(reference, avals, params, mesh, x64, promotion):
     return [a.update(weak_type=False) for a in out]
 
 
+def _broadcasting(reference):
+    """A reference broadcasts scales over rows, whatever jax_numpy_rank_promotion says of the caller's code."""
+    @functools.wraps(reference)
+    def allowed(*operands, **options):
+        with jax.numpy_rank_promotion("allow"):
+            return reference(*operands, **options)
+    return allowed
+
+
 class _RowPrimitive:
     """A primitive that works row by row, with its abstract eval, impl, batching and lowering rules.
 
@@ -88,6 +97,7 @@ class _RowPrimitive:
         p.def_abstract_eval(self._abstract)
         p.def_impl(functools.partial(self._impl, p))
         batching.fancy_primitive_batchers[p] = self._batch
+        inspection.register(p, self.reference)
         mlir.register_lowering(p, functools.partial(self._lower, None))
         if has_kernels:
             _wants_devices.add(p)
@@ -108,7 +118,7 @@ class _RowPrimitive:
 
     def _impl(self, p, *operands, **params):
         with jax.disable_jit(False):  # under disable_jit the jit below would come back here for ever
-            return _jitted(p, tuple(sorted(params.items())))(*operands)
+            return inspection.refuse_nans(self.name, lambda: _jitted(p, tuple(sorted(params.items())))(*operands))
 
     def _batch(self, axis_data, operands, dims, **params):
         operand_axes, result_axes = self.axes(params)
@@ -127,11 +137,11 @@ class _RowPrimitive:
     def _lower(self, platform, ctx, *operands, **params):
         platforms = (platform,) if platform else tuple(ctx.platforms or ctx.module_context.platforms)
 
-        def place(launcher):
+        def place(launcher, report):
             def body(*operands):
                 out = self.kernel(ffi.Call(launcher), *operands, **params)
                 return self.reference(*operands, **params) if out is NotImplemented else out
-            return sharding.place(self, body, ctx, params)
+            return sharding.place(self, body, ctx, params, report)
 
         body = functools.partial(self.reference, **params)
         if self.kernel is not None or self.strict:
@@ -150,7 +160,8 @@ class Op:
         means over the whole axes with.
     operands, results: axes strings; trailing ones may be absent in a call. results may be a function of the spec.
     whole: the axes that are reduced, where `mean` is all that must know of a cut; uncut: axes that mean something only as a whole.
-    parted: axes that may be cut, but then the reference runs, told by its keyword `part` which of the equal parts it has.
+    parted: axes that may be cut, but then the reference runs, told by its keyword `part` which it has:
+        {axis: (which, of how many equal parts)}.
     joined: those of `uncut` that Auto meshes may cut; then the reference runs on parts, told by its keyword `cut`, {axis: mesh axes}, and its
         results are whole along them.
     kernel(call, *operands, spec) -> [results]; `call` is the core.ffi.Call of the chosen launcher.
@@ -164,6 +175,7 @@ class Op:
 
     def __init__(self, name, reference, *, operands, results, whole="d", uncut="", parted="", joined="", kernel=None,
                  tangent_kernel=None, cotangent_kernel=None, jvp=None, sample=None, moved=None):
+        reference = _broadcasting(reference)
         self.name, self.reference, self._own_jvp = name, reference, jvp
         self._operands, self._results = operands, results if callable(results) else lambda spec: results
         self.op = _RowPrimitive(name, reference, lambda params: (operands, self._results(params["spec"])), whole, uncut, parted, kernel,

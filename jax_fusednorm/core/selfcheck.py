@@ -20,7 +20,18 @@ from .sharding import dims_of, is_row
 LAUNCHERS = ("metal",)
 # Seconds that the first run of a kernel may take; 0: nothing is checked. The Metal launcher reads it too.
 VARIABLE = "JAX_FUSEDNORM_SELF_CHECK"
-ENABLED = os.environ.get(VARIABLE, "").strip() not in ("0", "0.0")
+
+
+def _enabled():
+    value = os.environ.get(VARIABLE) or "10"
+    try:
+        return float(value) != 0
+    except ValueError:
+        warnings.warn(f"jax_fusednorm: {VARIABLE}={value!r} is no number of seconds; each kernel is checked, as by default.", stacklevel=2)
+        return True
+
+
+ENABLED = _enabled()
 
 _ROWS = 33  # in all: more than one threadgroup's, more than FEW_ROWS of matmul_partial_rms_norm, and no multiple of anything
 _FEW = 5    # of any other axis that kernels only count

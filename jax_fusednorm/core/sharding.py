@@ -6,25 +6,16 @@ the partitioner says it later, to a custom_partitioning. The axis that is reduce
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-_NO_MESH = jax.sharding.AbstractMesh((), ())
-
-
-def is_row(axes):
-    return axes.startswith("*")
-
-
-def dims_of(axes, ndim):
-    """The names of an array's dimensions: "*d" with ndim 3 is ["*0", "*1", "d"]."""
-    letters = axes.lstrip("*")
-    return [f"*{i}" for i in range(ndim - len(letters))] * is_row(axes) + list(letters)
+from .axes import dims_of, is_row, spec_of, summed
+from .partitioning import in_custom_partitioning
 
 
 def _names(entry):
@@ -33,15 +24,16 @@ def _names(entry):
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """What to lower, in which context; or why not, in `why`."""
+    """What to lower, in which context; or why not, in `why`. asked: the platform whose partitioner has yet to say how the call is cut."""
 
     body: object = None
     ctx: object = None
     why: str | None = None
+    asked: str | None = None
 
 
-def place(primitive, body, ctx, params):
-    """`body`, the kernel on whole operands, made right for the devices of `ctx`."""
+def place(primitive, body, ctx, params, report):
+    """`body`, the kernel on whole operands, made right for the devices of `ctx`. report(why): called while XLA compiles, where it runs the reference."""
     axes = ctx.module_context.axis_context
     inside = isinstance(axes, mlir.SPMDAxisContext)
     mesh = _mesh(ctx)
@@ -58,18 +50,20 @@ def place(primitive, body, ctx, params):
     if not jax.config.jax_use_shardy_partitioner:
         return Placed(why="the Shardy partitioner is off")
     if explicit and not auto:
-        return _in_shard_map(primitive, ctx, params, mesh, explicit)
+        return _in_shard_map(primitive, ctx, params, mesh)
     if inside:
         return Placed(why="shard_map leaves Auto axes, whose shardings cannot be seen inside")
     if axes.device_assignment is None:
         return Placed(why="the devices are not known while lowering")
+    if ctx.module_context.lowering_parameters.for_export:
+        return Placed(why="an exported program cannot ask how Auto axes cut the call")
     if axes.abstract_mesh is None:
-        # custom_partitioning reads shardings with the context's mesh, which jit has only from NamedSharding arguments
-        if mesh.empty or mesh.size != axes.num_devices:
-            return Placed(why=f"the call is cut over {axes.num_devices} devices without a mesh")
+        # jit has the mesh only from NamedSharding arguments; any other of as many devices can be named by its parts, too
+        mesh = mesh if mesh.size == axes.num_devices else jax.sharding.AbstractMesh((axes.num_devices,), ("devices",))
         axes = dataclasses.replace(axes, abstract_mesh=mesh)
         ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
-    return Placed(_in_custom_partitioning(primitive, ctx, params), ctx)
+    platform = axes.device_assignment[0].platform
+    return Placed(in_custom_partitioning(primitive, ctx, params, report), ctx, asked="cuda" if platform == "gpu" else platform)
 
 
 def _mesh(ctx):
@@ -80,29 +74,68 @@ def _mesh(ctx):
     return jax.sharding.get_abstract_mesh()
 
 
-def _summed(primitive, results, operand_axes, result_axes, on):
-    """Results shared by all rows are sums over them, where there are rows, and those without a parted axis over its parts: add up the devices'."""
-    if not any(map(is_row, operand_axes)):
-        return results
-    def summed(result, axes):
-        others = tuple(name for dim, names in on.items() if dim not in axes and (dim in primitive.parted or not is_row(axes)) for name in names)
-        return jax.lax.psum(result, others) if others else result
-    return list(map(summed, results, result_axes))
-
-
 def whole(x, axes=(-1,)):
     """x, gathered where an Explicit mesh cuts one of `axes`, by default its last."""
     own = jax.typeof(x).sharding
     gathered = [axis % x.ndim for axis in axes]
     kept = [None if axis in gathered else entry for axis, entry in enumerate(own.spec)]
-    return x if kept == list(own.spec) else _resharded(x, own.mesh, kept)
+    return cut_as(x, kept, own.mesh)
+
+
+def _split(a, groups):
+    """The spec of a [..., I] as [..., groups, I / groups] where an Explicit mesh cuts it; None where whole axes cannot say that."""
+    own, over = jax.typeof(a).sharding, 1
+    over_groups, names = [], list(_names(own.spec[-1]))
+    while names and groups % (over * own.mesh.shape[names[0]]) == 0:
+        over_groups.append(names.pop(0))
+        over *= own.mesh.shape[over_groups[-1]]
+    return None if names and over < groups else (*own.spec[:-1], tuple(over_groups) or None, tuple(names) or None)
+
+
+def split_last(a, groups):
+    """a [..., I] as [..., groups, I / groups], cut alike."""
+    own, shape = jax.typeof(a).sharding, (*a.shape[:-1], groups, a.shape[-1] // groups)
+    return jax.lax.reshape(a, shape, out_sharding=NamedSharding(own.mesh, PartitionSpec(*_split(a, groups)))) if own.spec[-1] else a.reshape(shape)
+
+
+def merged_last(a, like):
+    """What split_last made, in the shape of `like` and cut as it is."""
+    own, (*rows, groups, channels) = jax.typeof(like).sharding, jax.typeof(a).sharding.spec
+    merged = (*_names(groups), *_names(channels))
+    a = jax.lax.reshape(a, like.shape, out_sharding=NamedSharding(own.mesh, PartitionSpec(*rows, merged))) if merged else a.reshape(like.shape)
+    return cut_as(a, own.spec, own.mesh)
+
+
+def splittable(groups, split, others=()):
+    """Operands, of which split_last takes the first ones. Where an Explicit mesh has groups straddle devices that share them, all are cut as the
+    first: it by rows in place of its last axis, where they divide."""
+    if all(_split(a, groups) is not None for a in split):
+        return *split, *others
+    first, mesh = split[0], next(m for m in (jax.typeof(a).sharding.mesh for a in split) if not m.empty)
+    *rows, last = map(_names, jax.typeof(first).sharding.spec)
+    fitting = [i for i, n in enumerate(first.shape[:-1]) if n % math.prod(mesh.shape[axis] for axis in (*rows[i], *last)) == 0]
+    if fitting:
+        rows[fitting[0]] += last
+    wanted = [*(names or None for names in rows), None]
+    return [cut_as(a, wanted, mesh) if a.ndim == first.ndim else whole(a) for a in (*split, *others)]
 
 
 def broadcast_rows(a, x, ndim):
     """`a` broadcast to the first `ndim` axes of x, and cut as an Explicit mesh cuts them."""
     own = jax.typeof(x).sharding
-    a = jnp.broadcast_to(a, x.shape[:ndim])
-    return _resharded(a, own.mesh, own.spec[:ndim]) if any(own.spec[:ndim]) else a
+    return cut_as(jnp.broadcast_to(a, x.shape[:ndim]), own.spec[:ndim], own.mesh)
+
+
+def cut_as(a, spec, mesh):
+    """`a`, cut over an Explicit mesh as `spec` says."""
+    return a if tuple(jax.typeof(a).sharding.spec) == tuple(spec) else jax.sharding.reshard(a, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def cut_over_the_same(a, b):
+    """Whether the same axes of an Explicit mesh cut both, and inside shard_map both vary over the same."""
+    def axes(t):
+        return {name for entry in t.sharding.spec for name in _names(entry)}, t.mat.varying
+    return axes(jax.typeof(a)) == axes(jax.typeof(b))
 
 
 def take_rows(table, index):
@@ -112,23 +145,24 @@ def take_rows(table, index):
     return table.at[index].get(out_sharding=cut)
 
 
-def _resharded(a, mesh, spec):
-    return jax.sharding.reshard(a, NamedSharding(mesh, PartitionSpec(*spec)))
+def tangent_of(out, *tangents):
+    """The sum of what may be symbolic zeros, cut as an Explicit mesh cuts `out`, whose tangent it is."""
+    terms, own = [t for t in tangents if type(t) is not ad.Zero], jax.typeof(out).sharding
+    if not terms:
+        return ad.Zero(jax.typeof(out).to_tangent_aval())
+    total = functools.reduce(jax.lax.add, terms)
+    return cut_as(total, own.spec, own.mesh)
 
 
-def _spec(on, axes, ndim):
-    return PartitionSpec(*(on.get(dim) for dim in dims_of(axes, ndim)))
-
-
-def _in_shard_map(primitive, ctx, params, mesh, explicit):
+def _in_shard_map(primitive, ctx, params, mesh):
     operand_axes, result_axes = primitive.axes(params)
     on = {}  # dimension -> the mesh axes it is cut over
     for axes, aval in zip(operand_axes, ctx.avals_in):
         for dim, entry in zip(dims_of(axes, aval.ndim), aval.sharding.spec):
             if _names(entry):
                 on.setdefault(dim, _names(entry))
-    in_specs = tuple(_spec(on, a, v.ndim) for a, v in zip(operand_axes, ctx.avals_in))
-    out_specs = [_spec(on, a, v.ndim) for a, v in zip(result_axes, ctx.avals_out)]
+    in_specs = tuple(spec_of(on, a, v.ndim) for a, v in zip(operand_axes, ctx.avals_in))
+    out_specs = [spec_of(on, a, v.ndim) for a, v in zip(result_axes, ctx.avals_out)]
     if any(dim in on for dim in primitive.whole):
         return Placed(why="the normalized axis is cut over devices")
     if any(dim in on for dim in primitive.uncut + primitive.parted):
@@ -137,68 +171,10 @@ def _in_shard_map(primitive, ctx, params, mesh, explicit):
     if as_they_are != [tuple(map(_names, s)) for s in in_specs]:
         return Placed(why="the operands are cut in different ways")
 
+    explicit = frozenset(n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit)
+
     def local(*operands):
-        return _summed(primitive, primitive.bind(*operands, **params), operand_axes, result_axes, on)
+        return summed(primitive, primitive.bind(*operands, **params), operand_axes, result_axes, on)
 
-    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit), ctx)
-
-
-def _in_custom_partitioning(primitive, ctx, params):
-    operand_axes, result_axes = primitive.axes(params)
-    rows_decide = any(map(is_row, operand_axes))
-    arrays = [dims_of(axes, aval.ndim) for axes, aval in zip((*operand_axes, *result_axes), (*ctx.avals_in, *ctx.avals_out))]
-
-    def clash(dim, names, on):
-        """Whether another dimension of an array with `dim` is cut over one of these mesh axes."""
-        return any(set(names) & set(on.get(other, ())) for dims in arrays if dim in dims for other in dims if other != dim)
-
-    def even(mesh, dim, size, names):
-        """Whether the devices' parts hold nothing but the array, or nobody adds up what pads them."""
-        summed = dim in primitive.whole + primitive.parted + primitive.joined or any(dim not in dims for dims in arrays[len(operand_axes):])
-        return not summed or size % math.prod(mesh.shape[name] for name in names) == 0
-
-    def partition(mesh, operands, results):
-        on = {}
-        for axes, operand in zip(operand_axes, operands):
-            for dim, size, entry in zip(dims_of(axes, len(operand.shape)), operand.shape, operand.sharding.spec):
-                names, decides = _names(entry), dim in primitive.joined or dim not in primitive.uncut and (is_row(axes) or not rows_decide)
-                if names and decides and not clash(dim, names, on) and even(mesh, dim, size, names):
-                    on.setdefault(dim, names)
-        joined = {dim: on[dim] for dim in primitive.joined if dim in on}
-        across, parts = (tuple(name for dim in dims for name in on.get(dim, ())) for dims in (primitive.whole, primitive.parted))
-
-        def local(*values):
-            # This may run in another thread or under the caller's mesh; it must see neither
-            with jax.sharding.use_abstract_mesh(_NO_MESH):
-                if across or parts or joined:
-                    def mean(v):
-                        v = jnp.mean(v, axis=-1, keepdims=True)
-                        return jax.lax.pmean(v, across) if across else v
-                    told = {**({"part": jax.lax.axis_index(parts)} if parts else {}), **({"cut": joined} if joined else {})}
-                    out = primitive.reference(*values, mean=mean, **told, **params)
-                else:
-                    out = primitive.bind(*values, **params)
-                return tuple(_summed(primitive, out, operand_axes, result_axes, on))
-
-        def sharding(on, axes, value):
-            return NamedSharding(mesh, _spec(on, axes, len(value.shape)))
-
-        whole = {dim: names for dim, names in on.items() if dim not in joined}
-        return (mesh, local, tuple(sharding(whole, *each) for each in zip(result_axes, results)),
-                tuple(sharding(on, *each) for each in zip(operand_axes, operands)))
-
-    whole = custom_partitioning(lambda *operands: tuple(primitive.reference(*operands, **params)))
-    whole.def_partition(partition=partition, sharding_rule=_rule(operand_axes, result_axes, ctx, rows_decide))
-    return lambda *operands: whole(*operands)
-
-
-def _rule(operand_axes, result_axes, ctx, rows_decide):
-    """Shardy's rule, e.g. "n0 d, n0 d, dp -> n0 d". A shared operand gets factors of its own: a scale cut over the rows' mesh axis,
-    as FSDP does, must neither fight with the rows nor spread to them."""
-    marks = iter("pqrstuvwxyz")
-
-    def factors(axes, aval):
-        mark = next(marks) if rows_decide and not is_row(axes) else ""
-        return " ".join(dim.replace("*", "n") + mark for dim in dims_of(axes, aval.ndim))
-
-    return (", ".join(map(factors, operand_axes, ctx.avals_in)) + " -> " + ", ".join(map(factors, result_axes, ctx.avals_out)))
+    # keys beside queries whose heads are cut are the same on those devices, which JAX cannot tell
+    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit, check_vma=False), ctx)

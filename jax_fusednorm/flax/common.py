@@ -8,6 +8,7 @@ import numpy as np
 from flax.linen.dtypes import canonicalize_dtype
 from jax.nn import initializers
 
+from ..core import lowering
 from ..ops.gated_group_rms_norm import gated_group_rms_norm
 from ..ops.qk_rms_norm_rope import qk_rms_norm_rope
 
@@ -40,6 +41,13 @@ def initial_scale(scale_init, scale_offset):
     return initializers.constant(1.0 - scale_offset) if scale_init in (None, default_scale_init) else scale_init
 
 
+def checked_implementation(module, value):
+    """What a module is told, refused where it is written and not where it is called."""
+    if value is not None:
+        lowering.requested(type(module).__name__, value)
+    return value
+
+
 def gated(module, scale, y, gate):
     """What a GatedGroupRMSNorm computes. The gate keeps its dtype: the op takes any beside y's."""
     y, = promote(module.dtype, scale, y)
@@ -48,13 +56,14 @@ def gated(module, scale, y, gate):
         gate_start=module.gate_start, activation=module.activation, rounding=module.rounding, implementation=module.implementation)
 
 
-def rotated(module, scales, q, k, positions, freq_factors, freqs_cis):
-    """What a QKNormRope computes."""
-    q, k = promote(module.dtype, scales[0], q, k)
+def rotated(module, scales, q, k, positions, freq_factors, freqs_cis, **columns):
+    """What a QKNormRope computes. columns: where a fused projection, as q, has what."""
+    q, *given = promote(module.dtype, scales[0], *(a for a in (q, k) if a is not None))
+    k = given[0] if given else None
     return qk_rms_norm_rope(
         q, k, *scales, positions, theta=module.theta, rope_dim=module.rope_dim, style=module.style, placement=module.placement,
         freq_factors=freq_factors, freqs_cis=freqs_cis, epsilon=module.epsilon, scale_offset=module.scale_offset,
-        multiply_before_cast=module.multiply_before_cast, round_before_rope=module.round_before_rope, implementation=module.implementation)
+        multiply_before_cast=module.multiply_before_cast, round_before_rope=module.round_before_rope, implementation=module.implementation, **columns)
 
 
 def has_kernel(module, x, mask):

@@ -1,6 +1,6 @@
 """Flax linen modules over the ops."""
 
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ class RMSNorm(linen.RMSNorm):
     def __post_init__(self):
         if self.scale_init is None:
             self.scale_init = common.default_scale_init  # Flax's path calls it
+        common.checked_implementation(self, self.implementation)
         super().__post_init__()
 
     @linen.compact
@@ -53,7 +54,15 @@ class RMSNorm(linen.RMSNorm):
                         multiply_before_cast=self.multiply_before_cast, implementation=self.implementation)
 
 
-class _ResidualNorm(linen.Module):
+class _Module(linen.Module):
+    """One that is told an implementation."""
+
+    def __post_init__(self):
+        common.checked_implementation(self, self.implementation)
+        super().__post_init__()
+
+
+class _ResidualNorm(_Module):
     """A scale, and the options that the norms with a residual share."""
 
     epsilon: float = 1e-6
@@ -94,7 +103,7 @@ class AddRMSNorm(_ResidualNorm):
         return self._apply(add_rms_norm, x, residual, sum_rounding=self.sum_rounding, return_sum=self.return_sum)
 
 
-class MatmulPartialRMSNorm(linen.Module):
+class MatmulPartialRMSNorm(_Module):
     """`jax_fusednorm.matmul_partial_rms_norm` with its weight and scale: `normed, unnormed = MatmulPartialRMSNorm(N, n)(x)`.
 
     Fields:
@@ -141,7 +150,7 @@ class RMSNormAdd(_ResidualNorm):
         return self._apply(rms_norm_add, x, residual, norm_rounding=self.norm_rounding)
 
 
-class GatedGroupRMSNorm(linen.Module):
+class GatedGroupRMSNorm(_Module):
     """`jax_fusednorm.gated_group_rms_norm` with its scale: `out = GatedGroupRMSNorm(I, group_size=I // 8)(y, gate)`.
 
     Fields:
@@ -179,7 +188,7 @@ class _Scale(linen.Module):
         return self.param("scale", self.init_scale, (width,), self.param_dtype)
 
 
-class QKNormRope(linen.Module):
+class QKNormRope(_Module):
     """`jax_fusednorm.qk_rms_norm_rope` with its scales: `q, k = QKNormRope()(q, k, positions)`.
 
     The parameters are `q_norm.scale` and `k_norm.scale`, as in Qwen3 and Gemma 3.
@@ -190,8 +199,10 @@ class QKNormRope(linen.Module):
       dtype: what q and k are cast to; None: what they and the scales promote to.
       param_dtype: the scales' dtype.
       scale_init: the scales' initializer; by default what makes scale + scale_offset one.
+      head_dim: D; needed for a fused projection alone, whose shape does not tell it.
 
-    Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is.
+    Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is; or with
+    a fused projection [..., T, W], None, positions and num_heads, num_kv_heads, q_start, k_start and v_start.
     """
 
     theta: float = 10000.0
@@ -206,10 +217,31 @@ class QKNormRope(linen.Module):
     param_dtype: DTypeLike = jnp.float32
     scale_init: Initializer | None = None
     implementation: Implementation | None = None
+    head_dim: int | None = None
+
+    @overload
+    def __call__(self, q: ArrayLike, k: ArrayLike, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None) -> tuple[jax.Array, jax.Array]: ...
+
+    @overload
+    def __call__(self, q: ArrayLike, k: None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int, num_kv_heads: int, q_start: int = 0,
+                 k_start: int, v_start: None = None) -> tuple[jax.Array, jax.Array]: ...
+
+    @overload
+    def __call__(self, q: ArrayLike, k: None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int, num_kv_heads: int, q_start: int = 0,
+                 k_start: int, v_start: int) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
     @linen.compact
-    def __call__(self, q: ArrayLike, k: ArrayLike, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
-                 freqs_cis: ArrayLike | None = None) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, q: ArrayLike, k: ArrayLike | None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int | None = None, num_kv_heads: int | None = None,
+                 q_start: int = 0, k_start: int | None = None, v_start: int | None = None,
+                 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
+        if k is None and self.head_dim is None:
+            raise ValueError("QKNormRope: `head_dim` is None, but a fused projection's shape does not tell how wide a head is: give the field.")
+        width = jnp.shape(q)[-1] if self.head_dim is None else self.head_dim
         init = common.initial_scale(self.scale_init, self.scale_offset)
-        scales = [_Scale(init, self.param_dtype, name=name)(jnp.shape(q)[-1]) for name in ("q_norm", "k_norm")]
-        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis)
+        scales = [_Scale(init, self.param_dtype, name=name)(width) for name in ("q_norm", "k_norm")]
+        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis, num_heads=num_heads, num_kv_heads=num_kv_heads,
+                              q_start=q_start, k_start=k_start, v_start=v_start)

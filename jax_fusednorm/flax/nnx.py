@@ -1,7 +1,7 @@
 """Flax nnx modules over the ops."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class RMSNorm(nnx.RMSNorm):
       scale_init: the scale's initializer; by default what makes scale + scale_offset one.
       scale_offset, multiply_before_cast, implementation: as in `rms_norm`.
       the rest: as in flax.nnx.RMSNorm. With dtype=None a bfloat16 input and a float32 scale give float32, as in Flax; set
-        dtype=jnp.bfloat16 to stay in bfloat16. The scale is used in its own dtype.
+        dtype=jnp.bfloat16 to stay in bfloat16. The scale is used in its own dtype, with multiply_before_cast=False rounded to x's.
     """
 
     def __init__(self, num_features: int, *, epsilon: float = 1e-6, dtype: DTypeLike | None = None, param_dtype: DTypeLike = jnp.float32,
@@ -46,7 +46,7 @@ class RMSNorm(nnx.RMSNorm):
                          promote_dtype=promote_dtype, rngs=rngs, scale_metadata=scale_metadata or {})
         self.scale_offset = scale_offset
         self.multiply_before_cast = multiply_before_cast
-        self.implementation = implementation
+        self.implementation = common.checked_implementation(self, implementation)
 
     def __call__(self, x: ArrayLike, mask: jax.Array | None = None) -> jax.Array:
         if not common.has_kernel(self, x, mask) or self.promote_dtype is not dtypes.promote_dtype:
@@ -72,7 +72,7 @@ class _ResidualNorm(nnx.Module):
         else:
             self.scale = nnx.data(None)
         self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
-        self.implementation = implementation
+        self.implementation = common.checked_implementation(self, implementation)
 
     def _apply(self, op, x, residual, **options):
         scale = self.scale[...] if self.use_scale else None
@@ -136,7 +136,7 @@ class MatmulPartialRMSNorm(nnx.Module):
         init = common.initial_scale(scale_init, scale_offset)
         self.scale = nnx.Param(init(rngs.params(), (num_normed,), param_dtype), **(scale_metadata or {}))
         self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
-        self.implementation = implementation
+        self.implementation = common.checked_implementation(self, implementation)
 
     def __call__(self, x: ArrayLike) -> tuple[jax.Array, jax.Array]:
         scale = self.scale[...]
@@ -182,7 +182,8 @@ class GatedGroupRMSNorm(nnx.Module):
                  scale_init: Initializer = common.ONES, rngs: nnx.Rngs, scale_metadata: Mapping[str, Any] | None = None) -> None:
         self.num_features, self.group_size, self.epsilon, self.norm_before_gate = num_features, group_size, epsilon, norm_before_gate
         self.gate_start, self.activation, self.rounding = gate_start, activation, rounding
-        self.dtype, self.param_dtype, self.implementation = dtype, param_dtype, implementation
+        self.dtype, self.param_dtype = dtype, param_dtype
+        self.implementation = common.checked_implementation(self, implementation)
         self.scale = nnx.Param(scale_init(rngs.params(), (num_features,), param_dtype), **(scale_metadata or {}))
 
     def __call__(self, y: ArrayLike, gate: ArrayLike) -> jax.Array:
@@ -211,7 +212,8 @@ class QKNormRope(nnx.Module):
       scale_metadata: metadata of the nnx.Params, their sharding for one.
       rngs: the key of the initializer.
 
-    Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is.
+    Called with q [..., T, Hq, D], k [..., T, Hk, D], positions, and where wanted freq_factors or freqs_cis, as `qk_rms_norm_rope` is; or with
+    a fused projection [..., T, W], None, positions and num_heads, num_kv_heads, q_start, k_start and v_start.
     """
 
     def __init__(self, head_dim: int, *, theta: float = 10000.0, rope_dim: int | None = None, style: Style = "neox",
@@ -225,9 +227,27 @@ class QKNormRope(nnx.Module):
         self.head_dim, self.dtype, self.param_dtype = head_dim, dtype, param_dtype
         self.theta, self.rope_dim, self.style, self.placement = theta, rope_dim, style, placement
         self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
-        self.round_before_rope, self.implementation = round_before_rope, implementation
+        self.round_before_rope = round_before_rope
+        self.implementation = common.checked_implementation(self, implementation)
 
+    @overload
     def __call__(self, q: ArrayLike, k: ArrayLike, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
-                 freqs_cis: ArrayLike | None = None) -> tuple[jax.Array, jax.Array]:
+                 freqs_cis: ArrayLike | None = None) -> tuple[jax.Array, jax.Array]: ...
+
+    @overload
+    def __call__(self, q: ArrayLike, k: None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int, num_kv_heads: int, q_start: int = 0,
+                 k_start: int, v_start: None = None) -> tuple[jax.Array, jax.Array]: ...
+
+    @overload
+    def __call__(self, q: ArrayLike, k: None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int, num_kv_heads: int, q_start: int = 0,
+                 k_start: int, v_start: int) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
+    def __call__(self, q: ArrayLike, k: ArrayLike | None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int | None = None, num_kv_heads: int | None = None,
+                 q_start: int = 0, k_start: int | None = None, v_start: int | None = None,
+                 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
         scales = self.q_norm.scale[...], self.k_norm.scale[...]
-        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis)
+        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis, num_heads=num_heads, num_kv_heads=num_kv_heads,
+                              q_start=q_start, k_start=k_start, v_start=v_start)

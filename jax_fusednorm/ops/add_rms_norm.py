@@ -6,10 +6,9 @@ from typing import Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
 from jax.typing import ArrayLike
 
-from ..core import checks
+from ..core import checks, sharding
 from ..core.numerics import compute_dtype, last_mean, rounded
 from ..core.primitive import Op
 from ..core.types import Implementation, Rounding
@@ -104,7 +103,7 @@ def _jvp_at_the_sum(primals, tangents, spec):
     (x_dot, residual_dot, *scale_dot), scale = tangents, primals[2:]
     normed, total = ADD_RMS_NORM.op.bind(*primals, spec=dataclasses.replace(spec, return_sum=True))
     out = [normed, total][:1 + spec.return_sum]
-    total_dot = ad.add_tangents(x_dot, residual_dot)
+    total_dot = sharding.tangent_of(total, x_dot, residual_dot)
     op = NORM_AND_INPUT if spec.return_sum else _rms_norm.RMS_NORM
     return out, op.push((total, *scale), (total_dot, *scale_dot), out, spec)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..core import checks, lowering
+from ..core import checks, lowering, sharding
 from ..core.numerics import compute_dtype, last_mean, rounded
 from ..core.primitive import Op
 from ..core.types import Activation, Implementation, Rounding
@@ -71,10 +71,14 @@ def gated_group_rms_norm(y: ArrayLike, gate: ArrayLike, scale: ArrayLike, *, gro
         rounding=checks.option(op, "rounding", rounding, get_args(Rounding)),
         out_dtype=checks.float_dtype(op, "out_dtype", y.dtype if out_dtype is None else out_dtype),
         implementation=lowering.requested(op, implementation))
-    in_place = gate_start is not None
-    [out] = (GATED_IN_PLACE if in_place else GATED).bind(_grouped(y, size), gate if in_place else _grouped(gate, size), _grouped(scale, size),
-                                                        spec=spec)
-    return out.reshape(y.shape)
+    groups = width // size
+    if gate_start is None:
+        y_, scale, gate = sharding.splittable(groups, (y, scale, gate))
+        [out] = GATED.bind(*(sharding.split_last(a, groups) for a in (y_, gate, scale)), spec=spec)
+    else:
+        y_, scale, gate = sharding.splittable(groups, (y, scale), (gate,))
+        [out] = GATED_IN_PLACE.bind(sharding.split_last(y_, groups), gate, sharding.split_last(scale, groups), spec=spec)
+    return sharding.merged_last(out, y)
 
 
 ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
@@ -103,20 +107,16 @@ def _gate(op, gate, start, y):
     return gate
 
 
-def _grouped(a, size):
-    return a.reshape(*a.shape[:-1], a.shape[-1] // size, size)
-
-
-def _columns(gate, y, spec, part=None):
-    """The gate of y [..., groups, group_size], in its shape. part: y is this one of the equal parts of all groups."""
+def _columns(gate, y, spec, part=()):
+    """The gate of y [..., groups, group_size], in its shape. part: which of the equal parts of all groups and of their channels y is."""
     if spec.gate_start is None:
         return gate
-    start, width = spec.gate_start, math.prod(y.shape[-2:])
-    if part is None:  # a static slice, which XLA fuses and cuts better
-        columns = jax.lax.slice_in_dim(gate, start, start + width, axis=-1)
-    else:
-        columns = jax.lax.dynamic_slice_in_dim(gate, start + part * width, width, axis=-1)
-    return columns.reshape(*gate.shape[:-1], *y.shape[-2:])
+    whole = [n * part[axis][1] if axis in part else n for n, axis in zip(y.shape[-2:], "gd")]
+    columns = jax.lax.slice_in_dim(gate, spec.gate_start, spec.gate_start + math.prod(whole), axis=-1).reshape(*gate.shape[:-1], *whole)
+    for axis in part:
+        n = y.shape["gd".index(axis) - 2]
+        columns = jax.lax.dynamic_slice_in_dim(columns, part[axis][0] * n, n, axis="gd".index(axis) - 2)
+    return columns
 
 
 def _among_columns(part, gate, spec):
@@ -128,7 +128,7 @@ def _among_columns(part, gate, spec):
     return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(spec.gate_start, after)])
 
 
-def reference(y, gate, scale, *, spec, mean=last_mean, part=None):
+def reference(y, gate, scale, *, spec, mean=last_mean, part=()):
     wide = compute_dtype(y.dtype)
     act = ACTIVATIONS[spec.activation](_columns(gate, y, spec, part).astype(wide))
     v = y.astype(wide) if spec.norm_before_gate else y.astype(wide) * act
@@ -179,4 +179,4 @@ def _op(gate, **axes):
 
 GATED = _op("*gd")
 # The columns of a wider gate are not cut as those of y are: a device that has some of the groups needs the whole gate.
-GATED_IN_PLACE = _op("*w", uncut="w", parted="g")
+GATED_IN_PLACE = _op("*w", uncut="w", parted="gd")

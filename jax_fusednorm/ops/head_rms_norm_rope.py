@@ -10,9 +10,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..core import checks, rope, sharding
-from ..core.numerics import compute_dtype, last_mean, rounded
+from ..core.numerics import compute_dtype, constant, last_mean, rounded
 from ..core.primitive import Op
 from ..core.types import Copy, Implementation, Layout, Placement, Style
+from . import head_derivative
 from . import rms_norm as _rms_norm
 
 STYLES = get_args(Style)
@@ -126,7 +127,7 @@ def make_options(op, width, theta, rope_dim, style, placement, freq_factors, fre
         rotated = width if rope_dim is None else checks.integer(op, "rope_dim", rope_dim)
         _check_rope_dim(op, "rope_dim", rotated, width)
         own = rope.turns_of(rope.inverse_frequencies(rotated, theta, denominator=width if style == "proportional" else None)[0])
-        frequencies = jnp.asarray(own) if freq_factors is None else _divided(op, freq_factors, own, theta, style, width)
+        frequencies = constant(own) if freq_factors is None else _divided(op, freq_factors, own, theta, style, width)
     if style == "proportional" and width % 2:
         checks.fail(op, "style", "'proportional'", f"it needs an even number of channels a head, and there are {width}")
     return dict(style=style, placement=placement, round_before_rope=round_before_rope), frequencies
@@ -146,7 +147,7 @@ def _table(op, freqs_cis, theta, rope_dim, freq_factors, width):
                             ("freq_factors", freq_factors is not None)):
         if given:
             checks.fail(op, argument, "given beside freqs_cis", "the table says it all: leave it out")
-    return table.astype(jnp.float32)
+    return sharding.whole(table.astype(jnp.float32), (0, 1))
 
 
 def _divided(op, factors, own, theta, style, width):
@@ -160,7 +161,7 @@ def _divided(op, factors, own, theta, style, width):
     if not (values > 0).all():  # nan fails too
         checks.fail(op, "freq_factors", f"{values.min()} at its least", "positive numbers were wanted")
     inverse, _ = rope.inverse_frequencies(2 * pairs, theta, denominator=width if style == "proportional" else None)
-    return jnp.asarray(rope.turns_of(inverse / values))
+    return constant(rope.turns_of(inverse / values))
 
 
 def _copies(op, copies):
@@ -174,20 +175,25 @@ def _copies(op, copies):
     return tuple(pairs)
 
 
-def checked_positions(op, positions, x, frequencies):
-    """int32 [..., T], cut over devices as x's tokens are."""
+def checked_positions(op, positions, x, frequencies, *, after=2):
+    """int32 [..., T], cut over devices as x's tokens are, of which it has `after` axes more."""
     if positions is None:
         if frequencies.size:
             checks.fail(op, "positions", "None", "only a head that does not rotate, rope_dim=0, needs none")
-        positions = np.zeros((), np.int32)
+        positions = constant(np.zeros((), np.int32))
     positions = checks.exact(op, "positions", positions, jnp.integer)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         checks.fail(op, "positions", f"{positions.dtype}", "integers were wanted: cast them with `.astype(jnp.int32)`")
     try:
-        return sharding.broadcast_rows(checks.clipped(positions), x, x.ndim - 2)
+        return sharding.broadcast_rows(checks.clipped(positions), x, x.ndim - after)
     except ValueError:
-        checks.fail(op, "positions", f"of shape {list(positions.shape)}", f"what broadcasts to {list(x.shape[:-2])} was wanted, a position "
-                    "for each token")
+        wanted = f"what broadcasts to {list(x.shape[:-after])} was wanted, a position for each token"
+        if after == 2:
+            tokens, heads, _ = x.shape[-3:]
+            wanted += f": of an array of heads of shape {list(x.shape)}, [..., T, H, D], the tokens are axis -3, {tokens} of them"
+            if heads != tokens and positions.shape[-1] == heads:  # as x of [..., H, T, D] would have it
+                wanted += ", and the heads axis -2: if yours is [..., H, T, D], pass `.swapaxes(-2, -3)` of it"
+        checks.fail(op, "positions", f"of shape {list(positions.shape)}", wanted)
 
 
 def rotated(y, cos, sin, known, spec):
@@ -224,9 +230,12 @@ def reference(x, positions, frequencies, scale=None, *, spec, mean=last_mean):
                                     for dtype, layout in spec.copies]
 
 
+def cotangent_attributes(spec):
+    return dict(epsilon=spec.epsilon, scale_offset=spec.scale_offset, style=np.int32(STYLES.index(spec.style)), suffix=spec.placement == "suffix")
+
+
 def rotation_attributes(spec):
-    return dict(epsilon=spec.epsilon, scale_offset=spec.scale_offset, multiply_before_cast=spec.multiply_before_cast,
-                round_before_rope=spec.round_before_rope, style=np.int32(STYLES.index(spec.style)), suffix=spec.placement == "suffix")
+    return dict(cotangent_attributes(spec), multiply_before_cast=spec.multiply_before_cast, round_before_rope=spec.round_before_rope)
 
 
 def kernel_attributes(spec, has_k=False, head_major=0):
@@ -248,8 +257,18 @@ def kernel(call, x, positions, frequencies, scale=None, *, spec):
     return [out, *(made[distinct.index(copy)] for copy in spec.copies)]
 
 
+def cotangent_kernel(call, x, positions, frequencies, *args, spec, active):
+    scales, bars = args[:len(active) - 3], args[len(active) - 3:]
+    if active[2] or spec.copies:  # a table's is a sum over heads for each position; a copy's has a dtype and an order of its own
+        return NotImplemented
+    x_bar, scale_bar = head_derivative.cotangents(call, [x], positions, frequencies, kernel_scales(x, *scales), bars, cotangent_attributes(spec),
+                                                  wanted=any(active[3:]))
+    return [x_bar] * active[0] + [scale_bar.astype(scale.dtype) for scale in scales if active[3]]
+
+
 def results(spec):
     return ("*thd", *("*htd" if layout == "head_major" else "*thd" for _, layout in spec.copies))
 
 
-HEAD_RMS_NORM_ROPE = Op("head_rms_norm_rope", reference, operands=("*thd", "*t", "pc", "d"), results=results, whole="", uncut="d", kernel=kernel)
+HEAD_RMS_NORM_ROPE = Op("head_rms_norm_rope", reference, operands=("*thd", "*t", "pc", "d"), results=results, whole="", uncut="d", kernel=kernel,
+                        cotangent_kernel=cotangent_kernel)

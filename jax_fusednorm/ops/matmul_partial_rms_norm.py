@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 from jax.typing import ArrayLike
 
-from ..core import checks
+from ..core import checks, sharding
 from ..core.numerics import compute_dtype, last_mean, rounded
 from ..core.primitive import Op
 from ..core.types import Implementation
@@ -132,10 +132,8 @@ def _jvp(primals, tangents, spec):
     x_dot, weight_dot, scale_dot = tangents
     out = _OPS[spec.transpose_b].op.bind(*primals, spec=spec)
     *_, product = out
-    product_dot = ad.Zero(jax.typeof(product).to_tangent_aval())
-    for of, factors in ((x_dot, (x_dot, weight)), (weight_dot, (x, weight_dot))):
-        if type(of) is not ad.Zero:
-            product_dot = ad.add_tangents(product_dot, _dot(*factors, spec, x.dtype))
+    moving = ((x_dot, (x_dot, weight)), (weight_dot, (x, weight_dot)))
+    product_dot = sharding.tangent_of(product, *(_dot(*factors, spec, x.dtype) for of, factors in moving if type(of) is not ad.Zero))
     return out, [*AT_THE_PRODUCT.push((product, scale), (product_dot, scale_dot), out[:2], spec), product_dot]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..core import checks, lowering, paged, rope, selfcheck, sharding
-from ..core.numerics import compute_dtype, last_mean
+from ..core.numerics import compute_dtype, constant, last_mean
 from ..core.primitive import Op
 from ..core.types import Implementation, PagedStyle, Placement
 from . import head_rms_norm_rope as _heads
@@ -44,7 +44,7 @@ def qk_rms_norm_rope_paged(q: ArrayLike, cache: paged.PagedKVCache, q_scale: Arr
       q_scale, k_scale: [D] each in any of these dtypes, or None to multiply by nothing.
       freqs_cis: [max_positions, rope_dim], rope_dim even and at most D: cos and sin of each pair side by side, as `rope_table` makes them.
       input_row_offsets: integers [B + 1]: where each sequence starts among the T tokens, and where the last ends.
-      layer: an integer, traced or not: the layer of the cache.
+      layer: the layer of the cache: a Python integer, or an integer array, traced or not.
       k, v: [T, Hkv, D] in q's dtype, keys to be normed, rotated and stored, and values to be stored as they are; v comes with keys only.
       num_heads: static; Hq, with a q of [T, W] only.
       q_start, k_start, v_start: static, with a q of [T, W] only; the columns where the queries start, and, in place of k and v, the
@@ -98,9 +98,12 @@ def qk_rms_norm_rope_paged(q: ArrayLike, cache: paged.PagedKVCache, q_scale: Arr
     spec = _rms_norm.make_spec(Spec, op, given[0] if given else None, epsilon, scale_offset, multiply_before_cast, implementation,
                                num_heads=num_heads, q_start=q_start, **starts, **options)
     offsets = checks.int32(op, "input_row_offsets", input_row_offsets, (page_table.shape[0] + 1,), "where each sequence starts, and the last ends")
-    layer = checks.int32(op, "layer", layer, (), "one layer of the cache")
+    layer = _layer(op, layer, pages.shape[2])
     operands = (q, pages, page_table, lengths, q_scale, k_scale, frequencies, offsets, layer, k, v)
-    q_out, pages = _OPS[packed].bind(*map(_cut_by_heads_alone, operands, _AXES[packed]), spec=spec)
+    q, pages, *others, k, v = map(_cut_by_heads_alone, operands, _AXES[packed])
+    own = jax.typeof(pages).sharding
+    k, v = (None if a is None else sharding.cut_as(a, (None, own.spec[4], None), own.mesh) for a in (k, v))
+    q_out, pages = _OPS[packed].bind(q, pages, *others, k, v, spec=spec)
     return q_out, dataclasses.replace(cache, pages=pages)
 
 
@@ -137,6 +140,15 @@ def _queries(op, q, pages, num_heads, q_start):
     elif num_heads is not None or q_start:
         checks.fail(op, "num_heads or q_start", "given", f"`q` of {list(q.shape)} says it all: leave them out")
     return q
+
+
+def _layer(op, layer, layers):
+    """An array's value is data. A Python integer is known now."""
+    if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool):
+        if not 0 <= layer < layers:
+            checks.fail(op, "layer", f"{layer}", f"a layer of the cache was wanted, 0 to {layers - 1}")
+        layer = constant(np.int32(layer))
+    return checks.int32(op, "layer", layer, (), "one layer of the cache")
 
 
 def _columns_start(op, argument, start, q, heads, width):

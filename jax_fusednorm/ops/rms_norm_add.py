@@ -4,10 +4,9 @@ import dataclasses
 from typing import get_args
 
 import jax
-from jax.interpreters import ad
 from jax.typing import ArrayLike
 
-from ..core import checks
+from ..core import checks, sharding
 from ..core.numerics import compute_dtype, last_mean, rounded
 from ..core.primitive import Op
 from ..core.types import Implementation, Rounding
@@ -76,7 +75,7 @@ def _jvp(primals, tangents, spec):
     x_dot, residual_dot, *scale_dot = tangents
     out = RMS_NORM_ADD.op.bind(*primals, spec=spec)
     [norm_dot] = _rms_norm.RMS_NORM.push((x, *scale), (x_dot, *scale_dot), out, spec)
-    return out, [ad.add_tangents(norm_dot, residual_dot)]
+    return out, [sharding.tangent_of(out[0], norm_dot, residual_dot)]
 
 
 RMS_NORM_ADD = Op("rms_norm_add", reference, operands=("*d", "*d", "d"), results=("*d",), kernel=kernel, jvp=_jvp)

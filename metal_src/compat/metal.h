@@ -1,5 +1,8 @@
 // What the kernels need beside MSL itself. This text goes in front of theirs (embed.py).
 #include <metal_stdlib>
+#if __METAL_VERSION__ >= 320
+#pragma METAL fp math_mode(safe)
+#endif
 #define SIMD_WIDTH 32
 #ifndef SCRATCH
 #define SCRATCH threadgroup(0)

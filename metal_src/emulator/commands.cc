@@ -78,6 +78,7 @@ struct Queue : Object {
 };
 
 Seed seed;
+Some some;
 int under_way = 0;
 auto& done = *new std::condition_variable_any;  // never destroyed: threads may outlive main
 std::deque<standin_dispatch> dispatched;
@@ -85,20 +86,19 @@ std::deque<standin_dispatch> dispatched;
 void report(const Dispatch& d) {
   standin_dispatch ran = {{}, d.groups, d.threads, d.threadgroup_bytes, d.barriers, d.exchanges, {}, {}};
   strncpy(ran.kernel, d.kernel->name, sizeof ran.kernel - 1);
-  for (size_t i = 0; i < d.regions.size(); ++i) {
-    standin_bytes& moved = i < d.kernel->buffer_count ? ran.buffers[i] : ran.threadgroup_memory;
-    moved = d.regions[i].moved;
-    for (uint8_t t : d.regions[i].touched) moved.unique_read += t & 1, moved.unique_written += t >> 1;
-  }
+  for (size_t i = 0; i < d.regions.size(); ++i)
+    (i < d.kernel->buffer_count ? ran.buffers[i] : ran.threadgroup_memory) = d.regions[i].moved;
   dispatched.push_back(ran);
 }
 
-// The first element that the kernel wrote of each buffer gets another exponent.
-void make_wrong(const Dispatch& d) {
-  for (size_t i = 0; i < d.kernel->buffer_count; ++i) {
+// The first element that the kernel wrote of each buffer, or of the last that it wrote, gets another exponent.
+void make_wrong(const Dispatch& d, bool each) {
+  for (size_t i = d.kernel->buffer_count; i--;) {
     size_t at = 0;
-    while (at < d.regions[i].bytes && !(d.regions[i].touched[at] & 2)) ++at;
-    if (at < d.regions[i].bytes) reinterpret_cast<char*>(d.regions[i].base)[at + d.kernel->buffers[i].bytes - 1] ^= 0x40;
+    while (at < d.regions[i].bytes && !(d.regions[i].touched.get()[at] & 2)) ++at;
+    if (at == d.regions[i].bytes) continue;
+    reinterpret_cast<char*>(d.regions[i].base)[at + d.kernel->buffers[i].bytes - 1] ^= 0x40;
+    if (!each) return;
   }
 }
 
@@ -122,18 +122,25 @@ std::string execute(const CommandBuffer* c) {
   for (const Command& command : c->commands) {
     const EmulatedKernel* const kernel = command.pipeline->kernel;
     while (misbehaves("hang", kernel->name)) usleep(1000);
-    if (misbehaves("fail", kernel->name)) return std::string(kernel->name) + " fails, as asked for";
     if (command.barrier_before) new_wave();
     Dispatch d{kernel, {}, unsigned(command.groups.width), unsigned(command.threads.width), unsigned(command.threadgroup_bytes)};
     for (size_t i = 0; i < kernel->buffer_count; ++i) d.regions.push_back(command.bindings[i].region(i, kernel->buffers[i].writable));
-    run(d, seed);
+    run(d, seed, some);
     std::lock_guard<std::recursive_mutex> guard(lock());
     report(d);
-    if (misbehaves("wrong", kernel->name)) make_wrong(d);
+    const bool fails = misbehaves("fail", kernel->name), each = fails || misbehaves("wrong", kernel->name);
+    if (each || misbehaves("wrong last", kernel->name)) make_wrong(d, each);
+    if (fails) return std::string(kernel->name) + " fails, as asked for";
   }
   std::lock_guard<std::recursive_mutex> guard(lock());
   if (!intact(c)) complain("object", "a command buffer that retains nothing uses what is gone before it has completed");
   return complaints_after(before);
+}
+
+void use(const CommandBuffer* c, int step) {
+  for (const Command& command : c->commands)
+    for (const Binding& b : command.bindings)
+      if (b.buffer) b.buffer->under_way += step;
 }
 
 void finish(Ref<CommandBuffer>* committed) {
@@ -142,6 +149,7 @@ void finish(Ref<CommandBuffer>* committed) {
   std::lock_guard<std::recursive_mutex> guard(lock());
   if (!error.empty()) c->error = new Text("NSError", error);
   c->status = error.empty() ? Completed : Failed;
+  use(c, -1);
   delete committed;
   --under_way;
   done.notify_all();
@@ -157,6 +165,7 @@ void commit(CommandBuffer* c, SEL) {
   c->status = Committed;
   std::lock_guard<std::recursive_mutex> guard(lock());
   ++under_way;
+  use(c, 1);
   std::thread(finish, new Ref<CommandBuffer>(c)).detach();
 }
 
@@ -284,11 +293,17 @@ void standin_reset() {
   forget_complaints();
   dispatched.clear();
   seed = Seed();
+  some = Some();
 }
 
 void standin_seed(uint64_t s, unsigned switch_every) {
   std::lock_guard<std::recursive_mutex> guard(lock());
   seed = {s, switch_every};
+}
+
+void standin_run_some(unsigned first, unsigned count) {
+  std::lock_guard<std::recursive_mutex> guard(lock());
+  some = {first, count};
 }
 
 const standin_dispatch* standin_dispatched(int number) {

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <set>
+#include <sstream>
 
 #include "emulator/emulator.h"
 #include "emulator/standin.h"
@@ -17,9 +18,11 @@ namespace {
 const char checkers[] =
     "bounds,alignment,readonly,uninitialised,race,hazard,"
     "barrier,simdgroup,"
-    "source,math,binding,limits,pages,order,thread,selector,"
+    "source,math,language,binding,limits,pages,order,thread,selector,"
     "object,leak,pool";
-const char misbehaviours[] = "no device,nil wrapper,short wrapper,refuse source,refuse pipeline,fail,wrong,hang";
+const char misbehaviours[] =
+    "refuse source,refuse pipeline,hang,fail,wrong,wrong last,"
+    "no device,nil wrapper,short wrapper,region wrapper,nil,longest buffer,simd width,separate memory,macOS 14";
 
 bool listed(const char* list, const std::string& name) { return ("," + std::string(list) + ",").find("," + name + ",") != name.npos; }
 
@@ -27,12 +30,13 @@ struct State {
   std::recursive_mutex lock;
   std::vector<std::string> complaints;
   std::set<std::string> off;
-  std::map<std::string, std::string> misbehaving;  // how, and the kernels
+  std::map<std::string, std::string> misbehaving;  // how, and what
   std::map<std::string, long> counts;
-  State() {
-    const std::string asked = getenv("STANDIN_MISBEHAVE") ? getenv("STANDIN_MISBEHAVE") : "";
-    const size_t colon = asked.find(':');
-    if (colon != asked.npos) misbehaving[asked.substr(0, colon)] = asked.substr(colon + 1);
+  State() { behave(); }
+  void behave() {
+    misbehaving.clear();
+    std::istringstream asked(getenv("STANDIN_MISBEHAVE") ? getenv("STANDIN_MISBEHAVE") : "");
+    for (std::string how, of; std::getline(asked, how, ':') && (std::getline(asked, of, ';') || how.size()); of.clear()) misbehaving[how] = of;
   }
 };
 
@@ -81,6 +85,12 @@ bool misbehaves(const char* how, const std::string& kernel) {
   return found != state().misbehaving.end() && !kernel.compare(0, found->second.size(), found->second);
 }
 
+std::string asked_of(const char* how) {
+  std::lock_guard<std::recursive_mutex> guard(lock());
+  const auto found = state().misbehaving.find(how);
+  return found == state().misbehaving.end() ? "" : found->second;
+}
+
 void count(const std::string& what) {
   std::lock_guard<std::recursive_mutex> guard(lock());
   ++state().counts[what];
@@ -95,7 +105,7 @@ void forget_complaints() {
   std::lock_guard<std::recursive_mutex> guard(lock());
   state().complaints.clear();
   state().off.clear();
-  state().misbehaving.clear();
+  state().behave();
   state().counts.clear();
 }
 
@@ -116,10 +126,10 @@ int standin_check(const char* checker, int on) {
   return listed(checkers, checker);
 }
 
-int standin_misbehave(const char* how, const char* kernel) {
+int standin_misbehave(const char* how, const char* of) {
   std::lock_guard<std::recursive_mutex> guard(lock());
-  if (kernel)
-    state().misbehaving[how] = kernel;
+  if (of)
+    state().misbehaving[how] = of;
   else
     state().misbehaving.erase(how);
   return listed(misbehaviours, how);

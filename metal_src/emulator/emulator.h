@@ -1,7 +1,10 @@
 // What the parts of the stand-in share.
 #pragma once
+#include <sys/mman.h>
+
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -20,6 +23,7 @@ size_t complaint_count();
 std::string complaints_after(size_t count);
 void forget_after(size_t count);
 bool misbehaves(const char* how, const std::string& kernel = "");
+std::string asked_of(const char* how);  // what it is asked to befall; "" too where it is not asked for
 void count(const std::string& what);
 long counted(const std::string& what);
 void forget_complaints();
@@ -33,10 +37,12 @@ struct Region {
   size_t bytes;
   bool writable, shared;         // shared: threadgroup memory
   standin_bytes moved = {};
-  std::vector<uint8_t> touched;  // for each byte: 1 read, 2 written
+  std::shared_ptr<uint8_t> touched;  // for each byte: 1 read, 2 written. Zeros that take no memory, for an array may be of gigabytes
 
   Region(std::string name_, const void* data, size_t bytes_, bool writable_, bool shared_ = false)
-      : name(std::move(name_)), base(uintptr_t(data)), bytes(bytes_), writable(writable_), shared(shared_), touched(bytes_) {}
+      : name(std::move(name_)), base(uintptr_t(data)), bytes(bytes_), writable(writable_), shared(shared_),
+        touched(static_cast<uint8_t*>(mmap(nullptr, bytes_ + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)),
+                [n = bytes_ + 1](uint8_t* p) { munmap(p, n); }) {}
   bool holds(uintptr_t a, size_t n) const { return a >= base && n <= bytes && a - base <= bytes - n; }
 };
 
@@ -52,7 +58,11 @@ struct Seed {
   unsigned switch_every = 0;
 };
 
-void run(Dispatch& dispatch, Seed seed);
+struct Some {
+  unsigned first = 0, count = ~0u;  // of a dispatch's threadgroups
+};
+
+void run(Dispatch& dispatch, Seed seed, Some some);
 void new_wave();  // what ran before is ordered before what follows: a memory barrier, or a new command buffer
 const Emulator* emulator_functions();
 

@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "emulator/emulator.h"
@@ -185,7 +186,7 @@ const Emulator* emulator_functions() {
   return &functions;
 }
 
-void run(Dispatch& d, Seed seed) {
+void run(Dispatch& d, Seed seed, Some some) {
   d.regions.emplace_back("threadgroup memory", threadgroup_memory, d.threadgroup_bytes, true, true);
   running.dispatch = &d;
   running.stack_bytes = stack_bytes;
@@ -193,9 +194,9 @@ void run(Dispatch& d, Seed seed) {
   random_state = seed.seed * 0x9e3779b97f4a7c15 | 1;
   switch_every = seed.switch_every;
   stopped = false;
-  std::vector<unsigned> order(d.groups);
-  for (unsigned i = 0; i < d.groups; ++i) {
-    order[i] = i;
+  std::vector<unsigned> order(some.first < d.groups ? std::min(some.count, d.groups - some.first) : 0);
+  for (unsigned i = 0; i < order.size(); ++i) {
+    order[i] = some.first + i;
     std::swap(order[i], order[random_number() % (i + 1)]);
   }
   for (size_t i = 0; i < order.size() && !stopped; ++i) {

@@ -123,7 +123,11 @@ void access(const void* pointer, size_t bytes, bool write, bool aligned, const v
   }
   if (write && !r->writable) it.complain("readonly", "to " + r->name + ", which the kernel may only read");
   (write ? r->moved.written : r->moved.read) += bytes;
-  for (size_t i = 0; i < bytes; ++i) r->touched[it.address - r->base + i] |= write ? 2 : 1;
+  for (size_t i = 0; i < bytes; ++i) {
+    uint8_t& before = r->touched.get()[it.address - r->base + i];
+    (write ? r->moved.unique_written : r->moved.unique_read) += !(before & (write ? 2 : 1));
+    before |= write ? 2 : 1;
+  }
 
   const Clock& c = running.clock;
   const uint32_t me = c.groups * most_threads + running.thread, since = r->shared ? c.group : c.wave, barrier = c.barrier[r->shared];

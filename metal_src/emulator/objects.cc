@@ -17,6 +17,13 @@ auto& living = *new std::set<Object*>;
 thread_local std::vector<std::vector<Object*>> pools;  // the handle of one is its depth
 int open_pools = 0;
 
+// Null: there is none.
+Method method_of(const Object* object, SEL selector) {
+  for (const char* kind : {object->kind, "any"})
+    if (const auto found = methods.find(std::string(kind) + " " + selector); found != methods.end()) return found->second;
+  return nullptr;
+}
+
 Object* retain(Object* object, SEL) {
   std::lock_guard<std::recursive_mutex> guard(lock());
   return ++object->references, object;
@@ -36,6 +43,7 @@ const bool added = [] {
   method("NSString", "UTF8String", [](Text* s, SEL) { return s->text.c_str(); });
   method("NSError", "localizedDescription", [](Text* e, SEL) { return autorelease(new Text("NSString", e->text)); });
   method("any", "retain", retain);
+  method("any", "respondsToSelector:", [](Object* o, SEL, SEL asked) { return boolean(method_of(o, asked)); });
   method("any", "release", static_cast<void (*)(Object*, SEL)>(release));
   add_device_methods();
   add_command_methods();
@@ -101,10 +109,8 @@ extern "C" __attribute__((visibility("hidden"))) Method standin_method(Object* t
   const Method nothing = reinterpret_cast<Method>(+[]() -> void* { return nullptr; });
   std::lock_guard<std::recursive_mutex> guard(lock());
   count(std::string("sent ") + selector);
-  if (!to || gone(selector, to)) return nothing;
-  auto found = methods.find(std::string(to->kind) + " " + selector);
-  if (found == methods.end()) found = methods.find(std::string("any ") + selector);
-  if (found != methods.end()) return found->second;
+  if (!to || gone(selector, to) || asked_of("nil") == selector) return nothing;
+  if (const Method found = method_of(to, selector)) return found;
   return complain("selector", "[%s %s]: there is no such method", to->kind, selector), nothing;
 }
 
@@ -139,6 +145,7 @@ Object* objc_getClass(const char* name) {
   std::lock_guard<std::recursive_mutex> guard(lock());
   const std::string kind = std::string("class ") + name;
   const auto first = methods.lower_bound(kind + " ");
+  if (asked_of("nil") == name) return nullptr;
   if (first == methods.end() || first->first.compare(0, kind.size() + 1, kind + " ")) return nullptr;
   Object*& one = classes[kind];
   return one ? one : one = new Object(strdup(kind.c_str()), true);

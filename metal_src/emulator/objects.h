@@ -47,6 +47,7 @@ struct Buffer : Object {
   char* const data;
   const size_t length;
   const bool own;                   // the memory
+  int under_way = 0;                // bindings of command buffers that are committed and have not ended
   std::map<size_t, size_t> arrays;  // that it holds: where they begin and end
   Buffer(void* d, size_t n, bool o) : Object("MTLBuffer", o), data(static_cast<char*>(d)), length(n), own(o) {}
   ~Buffer() override;
@@ -63,6 +64,9 @@ void release(Object* object, SEL = nullptr);
 bool gone(const char* message, Object* object);  // and complains of it; the object may be nil
 void look_for_leaks();
 void forgive_leaks();
+
+// A BOOL is the lowest byte of a register, and what the others hold is nobody's business.
+inline unsigned long boolean(bool value) { return 0xdeadbeefdeadbe00 | value; }
 
 // A method is a function, or a lambda that captures nothing, of the method's exact type.
 void add_method(const char* kind, const char* selector, void (*method)());

@@ -10,7 +10,8 @@
 extern "C" {
 #endif
 
-// Forgets complaints, counts and dispatches, forgives leaks; every checker is on, nothing misbehaves, and the seed is 1.
+// Forgets complaints, counts and dispatches, forgives leaks; every checker is on, the seed is 1, and
+// nothing misbehaves but what the environment asks for.
 void standin_reset(void);
 
 // The complaints so far, one a line, each "checker: what is wrong". Waits for work under way, then looks for leaks.
@@ -23,12 +24,21 @@ int standin_check(const char* checker, int on);
 // The random order of lanes and threadgroups. switch_every: lanes also change at one access in this many; 0: only where they meet.
 void standin_seed(uint64_t seed, unsigned switch_every);
 
-// Misbehaves on demand, for the kernels whose instantiation ("rms_norm<float, ...") begins with `kernel` ("": all; null: no longer).
-//   no device, nil wrapper, short wrapper    instead of a device, a no-copy buffer, a whole one; for all kernels
+// Until the next reset dispatches run only these of their threadgroups, so that one may be of more than would ever end.
+void standin_run_some(unsigned first, unsigned count);
+
+// Misbehaves on demand; `of` null: no longer. First what befalls the kernels whose instantiation ("rms_norm<float, ...") begins with `of`:
 //   refuse source, refuse pipeline           newLibraryWithSource, newComputePipelineStateWithFunction return an NSError
-//   fail, hang, wrong                        the command buffer ends with an NSError, does not end while this is asked for, computes wrong
-// Returns 0 if it knows no such misbehaviour. The environment variable STANDIN_MISBEHAVE="how:kernel" asks for one from the start.
-int standin_misbehave(const char* how, const char* kernel);
+//   hang, fail                               the command buffer does not end while this is asked for, ends with an NSError and wrong results
+//   wrong, wrong last                        the first element of every result, of the last result, is wrong
+// Then what is so for all of them:
+//   no device, nil wrapper, short wrapper    instead of a device, a no-copy buffer, a whole one
+//   region wrapper                           no-copy buffers only over what is of one mapping, and not malloc's heap
+//   nil                                      the message, or class, of the name `of` is answered with nil
+//   longest buffer, simd width               maxBufferLength, threadExecutionWidth are the number `of`
+//   separate memory, macOS 14                no unified memory; MTLCompileOptions that know no math mode
+// Returns 0 if it knows no such misbehaviour. The environment variable STANDIN_MISBEHAVE="how:of;how:of" asks for some, which outlast a reset.
+int standin_misbehave(const char* how, const char* of);
 
 // How many: "live CLASS" (objects that the launcher has references to) or "sent SELECTOR" (messages).
 long standin_count(const char* what);

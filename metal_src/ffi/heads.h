@@ -8,6 +8,79 @@
 
 enum Style { neox, interleaved, proportional };
 
+// [..., tokens, heads, width], and how many tokens one sequence has.
+struct Heads {
+  uint32_t tokens, sequence, heads, width;
+  Argument storage;
+};
+
+inline ffi::Error heads_of(const char* op, const char* name, const ffi::AnyBuffer& x, Heads* at) {
+  const auto shape = x.dimensions();
+  if (!storage_of(x.element_type(), &at->storage)) return refuse(std::string(op) + ": " + name + " is of a dtype that has no kernel");
+  if (shape.size() < 3 || shape.back() == 0) return refuse(std::string(op) + ": " + name + " needs axes of tokens, heads and at least one channel");
+  const uint64_t width = shape.back(), heads = shape[shape.size() - 2], sequence = shape[shape.size() - 3];
+  uint64_t tokens = 1;
+  for (size_t axis = 0; axis + 2 < shape.size(); ++axis) tokens *= shape[axis];
+  if (width >> 31 || heads >> 31 || sequence >> 31 || tokens >> 31)
+    return refuse(std::string(op) + ": " + name + " has an axis of more than 2^31 elements");
+  at->tokens = uint32_t(tokens);
+  at->sequence = uint32_t(sequence);
+  at->heads = uint32_t(heads);
+  at->width = uint32_t(width);
+  return ffi::Error::Success();
+}
+
+// The heads in the columns from `start` on of x, a row of each token.
+inline ffi::Error columns_of(const char* op, const char* name, const In& x, int64_t start, uint64_t heads, Argument storage,
+                             const HeadNormRopeParams& p, uint32_t* stride, uint32_t* first) {
+  Argument type;
+  const uint64_t wanted = heads * p.width, columns = p.tokens ? x.element_count() / p.tokens : wanted + start;
+  if (!storage_of(x.element_type(), &type) || type != storage || columns * p.tokens != x.element_count())
+    return refuse(std::string(op) + ": " + name + " must have the dtype of the other heads, and as many tokens");
+  if (columns >> 31 || start < 0 || start + wanted > columns)
+    return refuse(std::string(op) + ": " + name + " has " + std::to_string(columns) + " columns, and " + std::to_string(wanted) +
+                  " were wanted from column " + std::to_string(start));
+  const int v = head_shape(p.width, bytes_of(storage), launcher::threads_a_team).v;
+  if (start % v || columns % v)
+    return refuse(std::string(op) + ": " + name + "'s heads must start at multiples of " + std::to_string(v) + " columns");
+  *stride = uint32_t(columns);
+  *first = uint32_t(start);
+  return ffi::Error::Success();
+}
+
+// Heads side by side, token after token.
+inline HeadNormRopeParams params_of(const Heads& at) {
+  HeadNormRopeParams p{at.tokens, at.sequence, at.heads, 0, at.width};
+  p.x_stride = at.heads * at.width;
+  return p;
+}
+
+// k beside x, and likewise.
+inline ffi::Error add_k(const char* op, const In& k, const Heads& at, HeadNormRopeParams* p) {
+  Heads of_k;
+  RETURN_IF_ERROR(heads_of(op, "k", k, &of_k));
+  if (of_k.storage != at.storage || of_k.width != at.width || of_k.tokens != at.tokens)
+    return refuse(std::string(op) + ": k and its one result must have x's dtype, tokens and width");
+  p->k_heads = of_k.heads;
+  p->k_stride = of_k.heads * of_k.width;
+  return ffi::Error::Success();
+}
+
+// Columns of one projection, whose heads are like q and k [..., tokens, heads, width].
+inline ffi::Error packed_of(const char* op, const In& projection, const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, int64_t q_start, int64_t k_start,
+                            Heads* at, HeadNormRopeParams* p) {
+  RETURN_IF_ERROR(heads_of(op, "q", q, at));
+  *p = params_of(*at);
+  RETURN_IF_ERROR(add_k(op, k, *at, p));
+  RETURN_IF_ERROR(columns_of(op, "the projection", projection, q_start, p->heads, at->storage, *p, &p->x_stride, &p->x_start));
+  return columns_of(op, "the projection", projection, k_start, p->k_heads, at->storage, *p, &p->k_stride, &p->k_start);
+}
+
+inline ffi::Error positions_of(const char* op, const In& positions, const HeadNormRopeParams& p) {
+  RETURN_IF_ERROR(expect(op, "positions", positions.element_count(), p.tokens));
+  return positions.element_type() == ffi::DataType::S32 ? ffi::Error::Success() : refuse(std::string(op) + ": positions must be int32");
+}
+
 // What the angles are, and which channels they turn.
 inline ffi::Error rotation_of(const char* op, const In& angles, int32_t style, bool suffix, HeadNormRopeParams* p) {
   const auto shape = angles.dimensions();
@@ -51,14 +124,20 @@ inline ffi::Error scales_of(const char* op, Rest& rest, Argument storage, bool h
 
 inline uint32_t walks_of(uint32_t heads, const HeadNormRopeParams& p) { return (heads + p.at_once - 1) / p.at_once; }
 
-// The kernel's variant, and how its teams share each token's heads, of which there are these counts of one kind each.
-inline Launch launch_of_heads(const char* kernel, Argument storage, bool multiply_before_cast, bool round_before_rope,
-                              std::initializer_list<uint32_t> counts, HeadNormRopeParams* p, uint32_t* teams) {
+// How a team shares a head, and how often it walks to take all of a token's.
+inline HeadShape share_heads(Argument storage, HeadNormRopeParams* p) {
   const HeadShape shape = head_shape(p->width, bytes_of(storage), launcher::threads_a_team);
   p->lanes = shape.lanes;
   p->at_once = launcher::threads_a_team / shape.lanes;
   p->x_walks = walks_of(p->heads, *p);
   p->k_walks = walks_of(p->k_heads, *p);
+  return shape;
+}
+
+// The kernel's variant, and how its teams share each token's heads, of which there are these counts of one kind each.
+inline Launch launch_of_heads(const char* kernel, Argument storage, bool multiply_before_cast, bool round_before_rope,
+                              std::initializer_list<uint32_t> counts, HeadNormRopeParams* p, uint32_t* teams) {
+  const HeadShape shape = share_heads(storage, p);
   uint32_t walks = 0;
   for (uint32_t count : counts) walks += walks_of(count, *p);
   p->parts = std::max(std::min(walks, launcher::enough_teams / std::max(p->tokens, 1u)), 1u);

@@ -14,23 +14,11 @@ ffi::Error expect_indices(const char* name, const In& x, uint64_t elements) {
 }
 
 // The heads of q, k or v: the columns from `start` on of x [tokens, ...].
-ffi::Error columns_of(const char* name, const In& x, int64_t start, uint64_t heads, Argument storage, const HeadNormRopeParams& p,
-                      uint32_t* stride, uint32_t* first) {
-  Argument type;
+ffi::Error rows_from(const char* name, const In& x, int64_t start, uint64_t heads, Argument storage, const HeadNormRopeParams& p,
+                     uint32_t* stride, uint32_t* first) {
   const auto shape = x.dimensions();
-  if (!storage_of(x.element_type(), &type) || type != storage || shape.size() < 2 || uint64_t(shape[0]) != p.tokens)
-    return refuse(std::string(op) + ": " + name + " must have the dtype of pages, and q's tokens");
-  uint64_t columns = 1;
-  for (size_t axis = 1; axis < shape.size(); ++axis) columns *= shape[axis];
-  if (columns >> 31 || start < 0 || start + heads * p.width > columns)
-    return refuse(std::string(op) + ": " + name + " has " + std::to_string(columns) + " columns, and " + std::to_string(heads * p.width) +
-                  " were wanted from column " + std::to_string(start));
-  const int v = head_shape(p.width, bytes_of(storage), launcher::threads_a_team).v;
-  if (start % v || columns % v)
-    return refuse(std::string(op) + ": " + name + "'s heads must start at multiples of " + std::to_string(v) + " columns");
-  *stride = uint32_t(columns);
-  *first = uint32_t(start);
-  return ffi::Error::Success();
+  if (shape.size() < 2 || uint64_t(shape[0]) != p.tokens) return refuse(std::string(op) + ": " + name + " must have q's tokens");
+  return columns_of(op, name, x, start, heads, storage, p, stride, first);
 }
 
 ffi::Error qk_rms_norm_rope_paged(launcher::Context context, In q, In pages, In page_table, In lengths, In offsets, In layer, In angles,
@@ -65,7 +53,7 @@ ffi::Error qk_rms_norm_rope_paged(launcher::Context context, In q, In pages, In 
   RETURN_IF_ERROR(expect_indices("input_row_offsets", offsets, uint64_t(p.sequences) + 1));
   RETURN_IF_ERROR(expect_indices("layer", layer, 1));
   RETURN_IF_ERROR(expect(op, "the first result", q_out->element_count(), uint64_t(p.heads.tokens) * p.heads.heads * at.width));
-  RETURN_IF_ERROR(columns_of("q", q, q_start, p.heads.heads, at.storage, p.heads, &p.q_stride, &p.q_start));
+  RETURN_IF_ERROR(rows_from("q", q, q_start, p.heads.heads, at.storage, p.heads, &p.heads.x_stride, &p.heads.x_start));
 
   // k and v: arrays of their own, columns of q, or not given; then q stands for them, and the kernel does not touch it
   Rest rest(op, args);
@@ -74,8 +62,8 @@ ffi::Error qk_rms_norm_rope_paged(launcher::Context context, In q, In pages, In 
   if (has_v) RETURN_IF_ERROR(rest.take(&v));
   p.has_k = has_k || k_start >= 0;
   p.has_v = has_v || v_start >= 0;
-  if (p.has_k) RETURN_IF_ERROR(columns_of("k", k, has_k ? 0 : k_start, p.heads.k_heads, at.storage, p.heads, &p.k_stride, &p.k_start));
-  if (p.has_v) RETURN_IF_ERROR(columns_of("v", v, has_v ? 0 : v_start, p.heads.k_heads, at.storage, p.heads, &p.v_stride, &p.v_start));
+  if (p.has_k) RETURN_IF_ERROR(rows_from("k", k, has_k ? 0 : k_start, p.heads.k_heads, at.storage, p.heads, &p.heads.k_stride, &p.heads.k_start));
+  if (p.has_v) RETURN_IF_ERROR(rows_from("v", v, has_v ? 0 : v_start, p.heads.k_heads, at.storage, p.heads, &p.v_stride, &p.v_start));
   if (p.has_v && (!p.has_k || p.sides != 2)) return refuse(std::string(op) + ": v needs k, and a place in pages");
   In q_scale = q, k_scale = q;
   RETURN_IF_ERROR(scales_of(op, rest, at.storage, true, &q_scale, &k_scale, &p.heads));

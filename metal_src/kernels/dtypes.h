@@ -2,7 +2,6 @@
 #pragma once
 #include <metal_stdlib>
 using namespace metal;
-#pragma METAL fp math_mode(safe)
 
 // Stands for the type of a scale that is not there: it reads as 1, and no memory is touched.
 struct ones {};

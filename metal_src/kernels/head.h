@@ -23,6 +23,14 @@ struct Share {
     }
     return x;
   }
+  // Of what the threads of one place have in all the simdgroup's heads.
+  inline float sum_of_heads(float x) const {
+    UNROLL for (int mask = SIMD_WIDTH / 2; mask > 0; mask /= 2) {
+      const float other = simd_shuffle_xor(x, ushort(mask));
+      x += mask >= lanes ? other : 0.0f;
+    }
+    return x;
+  }
 };
 
 template <typename PAIRS, int V, int R>

@@ -1,7 +1,7 @@
 // Every head of every token: y = x * rsqrt(mean(x^2) + epsilon) * (scale + scale_offset), and then the pairs (a, b) of its rotated channels
 // turn by the token's angles: (y_a cos - y_b sin, y_a sin + y_b cos).
-// 0 x [tokens, heads, width] T · 1 k [tokens, k_heads, width] T · 2 positions [tokens] · 3 angles: turns [pairs, 2], or a table of floats
-// [table_rows, pairs, 2] · 4, 5 scales of x and of k [width] · 6, 7 the results, like x and k · 8 to 13 copies of x's · 14 params
+// 0 x [tokens, x_stride] T, its heads x_start on · 1 k: likewise, which may be the same array · 2 positions [tokens] · 3 angles: turns [pairs, 2], or a table of floats
+// [table_rows, pairs, 2] · 4, 5 scales of x and of k [width] · 6, 7 the results [tokens, heads or k_heads, width] T · 8 to 13 copies of x's · 14 params
 // grid: tokens * parts teams of one simdgroup, TEAMS a threadgroup. A team walks its part of a token's heads, 32 / lanes of them at once,
 // and keeps the token's angles. No threadgroup memory. bytes: 1 read of x and k, 1 write of every result.
 #include "head.h"
@@ -76,9 +76,9 @@ kernel void head_rms_norm_rope(
   const uint token = p.parts == 1 ? team : team / p.parts;  // a division takes as long as a dozen of anything else
   const Share share = share_of<PAIRS, V, R>(lane, p);
   const int all = packs_of<R>(share, int(p.width) / V), N = Taken<R>::packs;
-  x += long(token) * p.heads * p.width;
+  x += long(token) * p.x_stride + p.x_start;
   x_out += long(token) * p.heads * p.width;
-  k += long(token) * p.k_heads * p.width;
+  k += long(token) * p.k_stride + p.k_start;
   k_out += long(token) * p.k_heads * p.width;
   Results<T> results;
   results.out = x_out;

@@ -36,6 +36,10 @@ struct HeadNormRopeParams {
   uint heads;        // of x, and of k
   uint k_heads;
   uint width;
+  uint x_stride;     // elements from a token of x to the next, and where its heads begin among them
+  uint x_start;
+  uint k_stride;
+  uint k_start;
   uint lanes;        // that share a head
   uint at_once;      // heads, in one walk of a team
   uint x_walks;      // of x's heads, and then of k's
@@ -56,11 +60,7 @@ struct HeadNormRopeParams {
 };
 
 struct PagedHeadsParams {
-  HeadNormRopeParams heads;  // of q and of k; v has as many as k
-  uint q_stride;             // elements from a token to the next, and where its heads begin among them
-  uint q_start;
-  uint k_stride;
-  uint k_start;
+  HeadNormRopeParams heads;  // of q, its x, and of k; v has as many as k
   uint v_stride;
   uint v_start;
   uint has_k;                // else it lies in its slots
@@ -71,6 +71,20 @@ struct PagedHeadsParams {
   uint sides;                // of a page: k and v, or k alone
   uint layers;
   uint page_size;            // tokens
+};
+
+enum { most_gaps = 4 };
+
+struct HeadCotangentParams {
+  HeadNormRopeParams heads;
+  uint x_teams;  // that the heads of x in all tokens are cut into, and those of k
+  uint k_teams;
+  uint other_teams;  // that the tokens are cut into for the rest of a projection
+  uint packed;       // x and k are columns of one projection, and so are their cotangents
+  uint v_start;      // its columns that v's cotangent is copied to
+  uint v_columns;
+  uint gap_start[most_gaps];  // its columns that are of nothing
+  uint gap_columns[most_gaps];
 };
 
 struct PartialNormParams {

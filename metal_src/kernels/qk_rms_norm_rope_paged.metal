@@ -1,6 +1,6 @@
 // The q and k heads of a ragged batch, normed and turned as head_rms_norm_rope does, k and v into their slots of a paged cache; or the k heads
 // that already lie in their slots, normed and turned there.
-// 0 q [tokens, q_stride] T · 1 k, 2 v: likewise, each a buffer of its own or columns of q's · 3 page_table [sequences, table_width] ·
+// 0 q [tokens, x_stride] T · 1 k, 2 v: likewise, each a buffer of its own or columns of q's · 3 page_table [sequences, table_width] ·
 // 4 lengths [sequences]: tokens of each before these · 5 offsets [sequences + 1]: where each begins among these · 6 layer · 7 angles: a table
 // [table_rows, pairs, 2] · 8, 9 scales of q and of k [width] · 10 q_out [tokens, heads, width] T · 11 pages [pages, sides, layers, page_size,
 // k_heads, width] T, sides: k and v, or k alone · 12 params
@@ -112,7 +112,7 @@ kernel void qk_rms_norm_rope_paged(
   const uint token = parts == 1 ? team : team / parts;
   const Share share = share_of<PAIRS, V, R>(lane, p.heads);
   const int all = packs_of<R>(share, int(width) / V), N = Taken<R>::packs;
-  const Heads<T> qs = heads_at(q + long(token) * p.q_stride + p.q_start, q_out + long(token) * p.heads.heads * width, p.heads.heads);
+  const Heads<T> qs = heads_at(q + long(token) * p.heads.x_stride + p.heads.x_start, q_out + long(token) * p.heads.heads * width, p.heads.heads);
 
   // q is asked for before it is known where k goes: that takes several reads, one after another
   uint walk = team - token * parts;
@@ -142,7 +142,7 @@ kernel void qk_rms_norm_rope_paged(
   const bool stores = first >= 0, in_place = p.has_k == 0;
   device T* const slot = pages + (stores ? first : 0);
   const uint walks = q_walks + (stores ? p.heads.k_walks : 0), v_walks = stores && p.has_v != 0 ? p.heads.k_walks : 0;
-  const Heads<T> ks = heads_at(in_place ? slot : k + long(token) * p.k_stride + p.k_start, slot, p.heads.k_heads);
+  const Heads<T> ks = heads_at(in_place ? slot : k + long(token) * p.heads.k_stride + p.heads.k_start, slot, p.heads.k_heads);
   const Heads<T> vs = heads_at(v + long(token) * p.v_stride + p.v_start, slot + long(p.layers) * p.page_size * p.heads.k_heads * width,
                                p.heads.k_heads);
   UNROLL for (int i = 0; i < AHEAD; ++i) {

@@ -57,6 +57,7 @@ struct Rope {
   int position;
   bool table, known;  // known: the table, if there is one, has this position
   bool interleaved;
+  bool back;  // it turns the other way, as cotangents do
   int pairs, first, distance;
 
   // The pair that a channel belongs to, and whether it is the second of the two. Pairs outside 0 .. pairs - 1 do not turn.
@@ -73,10 +74,11 @@ struct Rope {
   // A pair's entry says how far it turns at each position, or its cosine and sine at this one.
   inline Rotation rotation_of(int pair) const {
     const Pack<uint, 2> entry = reinterpret_cast<device const Pack<uint, 2>*>(angles)[table ? long(position) * pairs + pair : long(pair)];
-    if (!table) return rotation(turns(position, entry.v[0], entry.v[1]));
     Rotation r;
     r.cosine = as_type<float>(entry.v[0]);
     r.sine = as_type<float>(entry.v[1]);
+    if (!table) r = rotation(turns(position, entry.v[0], entry.v[1]));
+    if (back) r.sine = -r.sine;
     return r;
   }
 };
@@ -88,6 +90,7 @@ inline Rope rope_of(constant HeadNormRopeParams& p, device const uint* angles, i
   rope.table = p.table != 0;
   rope.known = !rope.table || uint(position) < p.table_rows;
   rope.interleaved = p.interleaved != 0;
+  rope.back = false;
   rope.pairs = int(p.pairs);
   rope.first = int(p.first);
   rope.distance = int(p.distance);

@@ -6,7 +6,8 @@ The formulas share no code with jax_fusednorm. `rounded` is the only place that 
 from .comparisons import (  # noqa: F401
     ATOL, RTOL, assert_close, assert_derivative_close, assert_rotated_close, assert_same_bits, assert_same_casts, assert_scale_cotangent_close,
     assert_sum_close, bits, ulps)
-from .heads import head_rms_norm_rope, inverse_frequencies, paged_places, pairs_of, qk_rms_norm_rope_paged  # noqa: F401
+from .heads import (  # noqa: F401
+    head_rms_norm_rope, head_rms_norm_rope_vjp, inverse_frequencies, paged_places, pairs_of, qk_rms_norm_rope_paged)
 from .ropes import scaled_frequencies  # noqa: F401
 from .rounding import name_of, rounded, wide  # noqa: F401
 from .rows import (  # noqa: F401

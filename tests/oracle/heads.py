@@ -3,7 +3,7 @@
 import numpy as np
 
 from .rounding import rounded, wide
-from .rows import unrounded
+from .rows import rms_norm_vjp, unrounded
 
 
 def inverse_frequencies(rope_dim, theta, denominator=None):
@@ -27,17 +27,7 @@ def head_rms_norm_rope(x, scale, positions, *, theta=10000.0, rope_dim=None, sty
         y = unrounded(wide(x), scale, x.dtype, epsilon, scale_offset, multiply_before_cast)
     if round_before_rope or not multiply_before_cast:
         y = rounded(y, x.dtype)
-    steps = np.broadcast_to(np.asarray(0 if positions is None else positions), x.shape[:-2]).astype(np.float64)
-    if freqs_cis is None:
-        rope_dim = width if rope_dim is None else rope_dim
-        inverse = np.asarray(inverse_frequencies(rope_dim, theta, width if style == "proportional" else None))
-        angles = steps[..., None] * (inverse if freq_factors is None else inverse / wide(freq_factors))
-        cos, sin, known = np.cos(angles), np.sin(angles), np.ones(steps.shape, bool)
-    else:
-        table = wide(freqs_cis)
-        rope_dim, known = table.shape[1], (steps >= 0) & (steps < len(table))
-        rows = table[np.where(known, steps, 0).astype(int)]
-        cos, sin = rows[..., ::2], rows[..., 1::2]
+    rope_dim, cos, sin, known = _turns(x, positions, theta, rope_dim, style, freq_factors, freqs_cis)
     out, size = y.copy(), np.abs(y)
     for p, (a, b) in enumerate(pairs_of(width, rope_dim, style, placement)):
         c, s = cos[..., p, None], sin[..., p, None]
@@ -45,6 +35,33 @@ def head_rms_norm_rope(x, scale, positions, *, theta=10000.0, rope_dim=None, sty
         size[..., a] = size[..., b] = np.abs(y[..., a]) + np.abs(y[..., b])
     known = known[..., None, None]
     return np.where(known, out, 0.0), np.where(known, size, 0.0)
+
+
+def _turns(x, positions, theta, rope_dim, style, freq_factors, freqs_cis):
+    """(rope_dim, cos and sin of every token's pairs, which tokens have a position)."""
+    width = x.shape[-1]
+    steps = np.broadcast_to(np.asarray(0 if positions is None else positions), x.shape[:-2]).astype(np.float64)
+    if freqs_cis is None:
+        rope_dim = width if rope_dim is None else rope_dim
+        inverse = np.asarray(inverse_frequencies(rope_dim, theta, width if style == "proportional" else None))
+        angles = steps[..., None] * (inverse if freq_factors is None else inverse / wide(freq_factors))
+        return rope_dim, np.cos(angles), np.sin(angles), np.ones(steps.shape, bool)
+    table = wide(freqs_cis)
+    known = (steps >= 0) & (steps < len(table))
+    rows = table[np.where(known, steps, 0).astype(int)]
+    return table.shape[1], rows[..., ::2], rows[..., 1::2], known
+
+
+def head_rms_norm_rope_vjp(x, scale, positions, dout, *, theta=10000.0, rope_dim=None, style="neox", placement="prefix", freq_factors=None,
+                           freqs_cis=None, round_before_rope=None, **options):
+    """(cotangent of x, the size of its head's largest summand, cotangent of scale)."""
+    del round_before_rope  # it moves a rounding, nothing else
+    rope_dim, cos, sin, known = _turns(x, positions, theta, rope_dim, style, freq_factors, freqs_cis)
+    turned, normed = wide(dout), wide(dout).copy()
+    for p, (a, b) in enumerate(pairs_of(x.shape[-1], rope_dim, style, placement)):
+        c, s = cos[..., p, None], sin[..., p, None]
+        normed[..., a], normed[..., b] = turned[..., a] * c + turned[..., b] * s, turned[..., b] * c - turned[..., a] * s
+    return rms_norm_vjp(x, scale, np.where(known[..., None, None], normed, 0.0), **options)
 
 
 def paged_places(q_rows, page_table, lengths, offsets, layer, pages_shape, max_positions):

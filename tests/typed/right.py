@@ -49,6 +49,9 @@ assert_type(table, jax.Array)
 assert_type(fn.rope_table(16, 4, theta=1e6, scaling={"rope_type": "linear", "factor": 2.0}, head_dim=8), jax.Array)
 
 assert_type(fn.qk_rms_norm_rope(heads, heads, scale, None, positions, freqs_cis=table, style="neox"), tuple[jax.Array, jax.Array])
+assert_type(fn.qk_rms_norm_rope(x, None, scale, scale, positions, num_heads=2, num_kv_heads=1, k_start=16), tuple[jax.Array, jax.Array])
+assert_type(fn.qk_rms_norm_rope(x, None, scale, None, positions, num_heads=2, num_kv_heads=1, q_start=0, k_start=16, v_start=24),
+            tuple[jax.Array, jax.Array, jax.Array])
 
 cache = fn.PagedKVCache(array(2, 2, 1, 4, 2, 8), array(1, 2), lengths=array(1))
 assert_type(cache.pages, jax.Array)
@@ -56,6 +59,13 @@ assert_type(fn.qk_rms_norm_rope_paged(heads, cache, scale, scale, table, array(2
 assert_type(fn.qk_rms_norm_rope_paged(x, cache, None, None, table, np.array([0, 4]), layer=jnp.int32(0), num_heads=1, q_start=0, k_start=8,
                                       v_start=16, style="interleaved", placement="prefix"), tuple[jax.Array, fn.PagedKVCache])
 
+
+def says(decision: fn.Decision) -> str:
+    return f"{decision.runs}: {decision.why}"
+
+
+fn.set_implementation("auto")
+assert_type(fn.explain(fn.rms_norm, x, platforms="cpu")["cpu"], fn.Decision)
 with fn.implementation("jnp"):
     for platform, decision in fn.explain(fn.rms_norm, x, scale, epsilon=1e-5, platforms=("cpu",)).items():
         assert_type(platform, str)

@@ -29,6 +29,9 @@ assert_type(nnx.GatedGroupRMSNorm(8, group_size=4, norm_before_gate=True, gate_s
 assert_type(nnx.QKNormRope(8, theta=1e6, rope_dim=4, style="neox", placement="suffix", round_before_rope=False, rngs=rngs)(
     heads, heads, 0, freq_factors=np.ones(2)), tuple[jax.Array, jax.Array])
 
+assert_type(nnx.QKNormRope(8, rngs=rngs)(x, None, 0, num_heads=2, num_kv_heads=1, k_start=16, v_start=24),
+            tuple[jax.Array, jax.Array, jax.Array])
+
 assert_type(linen.RMSNorm(scale_offset=1.0, dtype=jnp.bfloat16, name="norm"), linen.RMSNorm)
 assert_type(linen.RMSNorm(epsilon=1e-5, implementation="host", feature_axes=-1)(x), jax.Array)
 normed, total = linen.AddRMSNorm(sum_rounding="storage", return_sum=True, scale_init=ones)(x, x)
@@ -36,3 +39,4 @@ assert_type(linen.RMSNormAdd(norm_rounding="storage", multiply_before_cast=False
 assert_type(linen.MatmulPartialRMSNorm(16, 4, kernel_init=ones)(x), tuple[jax.Array, jax.Array])
 assert_type(linen.GatedGroupRMSNorm(8, activation="sigmoid", rounding="storage")(x, x), jax.Array)
 assert_type(linen.QKNormRope(style="proportional", rope_dim=4)(heads, heads, None, freqs_cis=x), tuple[jax.Array, jax.Array])
+assert_type(linen.QKNormRope(head_dim=8)(x, None, 0, num_heads=2, num_kv_heads=1, k_start=16), tuple[jax.Array, jax.Array])

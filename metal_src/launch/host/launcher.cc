@@ -203,16 +203,23 @@ void poison_outputs(bool on) { poison = on; }
 
 }  // namespace launcher
 
-// For tests: runs the teams [0, teams) of one kernel in the calling thread, at one level, on buffers that may lie anywhere. Returns 0
+// For tests: runs the teams [first, last) of one kernel in the calling thread, at one level, on buffers that may lie anywhere. Returns 0
 // where the processor or the library has it not.
-extern "C" __attribute__((visibility("default"))) int jax_fusednorm_run_host_kernel(const char* kernel, const unsigned char* variant,
-                                                                                    const char* level, void* const* buffers,
-                                                                                    float* scratch, unsigned teams) {
+extern "C" __attribute__((visibility("default"))) int jax_fusednorm_run_host_teams(const char* kernel, const unsigned char* variant,
+                                                                                   const char* level, void* const* buffers, float* scratch,
+                                                                                   unsigned first, unsigned last) {
   for (int l = host::V2; l <= host::best_level(); ++l) {
     if (std::strcmp(level, host::level_names[l])) continue;
     const auto entry = host::find(kernel, reinterpret_cast<const Argument*>(variant), host::Level(l));
-    if (entry) entry(buffers, scratch, 0, teams);
+    if (entry) entry(buffers, scratch, first, last);
     return entry != nullptr;
   }
   return 0;
+}
+
+// The same of all of them.
+extern "C" __attribute__((visibility("default"))) int jax_fusednorm_run_host_kernel(const char* kernel, const unsigned char* variant,
+                                                                                    const char* level, void* const* buffers,
+                                                                                    float* scratch, unsigned teams) {
+  return jax_fusednorm_run_host_teams(kernel, variant, level, buffers, scratch, 0, teams);
 }

@@ -10,81 +10,97 @@ typedef struct {
   NSUInteger location, length;
 } NSRange;
 
-// Buffers for copies are kept for the next call, in sizes of powers of two.
-enum { KEPT = 8 };
-static const size_t kept_bytes = 64 << 20;  // larger ones are not
+typedef struct {
+  id buffer;
+  size_t bytes;
+} Sized;
+
+// Buffers for copies are kept for the next calls: so many, of so many bytes in all. The oldest is the first, and goes first.
+enum { KEPT = 32 };
+static const size_t kept_bytes = 256 << 20;
 static struct {
   pthread_mutex_t lock;
   int count;
-  id buffers[KEPT];
-  size_t bytes[KEPT];
+  size_t bytes;
+  Sized each[KEPT + 1];
 } kept = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static id take(size_t bytes) {
-  id found = NULL;
-  pthread_mutex_lock(&kept.lock);
-  for (int i = 0; i < kept.count && !found; ++i) {
-    if (kept.bytes[i] != bytes) continue;
-    found = kept.buffers[i];
-    --kept.count;
-    kept.buffers[i] = kept.buffers[kept.count];
-    kept.bytes[i] = kept.bytes[kept.count];
-  }
-  pthread_mutex_unlock(&kept.lock);
-  return found ? found
-               : SEND(id, (id, SEL, NSUInteger, NSUInteger), driver.device, S("newBufferWithLength:options:"), bytes, STORAGE_MODE_SHARED);
+// Under the lock.
+static Sized taken_out(int i) {
+  const Sized one = kept.each[i];
+  kept.bytes -= one.bytes;
+  --kept.count;
+  memmove(&kept.each[i], &kept.each[i + 1], (size_t)(kept.count - i) * sizeof(Sized));
+  return one;
 }
 
-static void give_back(id buffer, size_t bytes) {
+// The smallest that is large enough, so that the same calls again find all that they need; else a new one. No buffer: Metal gives none.
+static Sized take(size_t bytes) {
+  int best = -1;
   pthread_mutex_lock(&kept.lock);
-  const bool keep = kept.count < KEPT && bytes <= kept_bytes;
-  if (keep) {
-    kept.buffers[kept.count] = buffer;
-    kept.bytes[kept.count++] = bytes;
-  }
+  for (int i = 0; i < kept.count; ++i)
+    if (kept.each[i].bytes >= bytes && (best < 0 || kept.each[i].bytes < kept.each[best].bytes)) best = i;
+  const Sized found = best < 0 ? (Sized){NULL, bytes} : taken_out(best);
   pthread_mutex_unlock(&kept.lock);
-  if (!keep) send(buffer, "release");
+  if (found.buffer) return found;
+  return (Sized){SEND(id, (id, SEL, NSUInteger, NSUInteger), driver.device, S("newBufferWithLength:options:"), bytes, STORAGE_MODE_SHARED), bytes};
 }
 
-static void* contents(const Bound* array) { return SEND(void*, (id, SEL), array->buffer, S("contents")); }
+static void give_back(Sized one) {
+  pthread_mutex_lock(&kept.lock);
+  kept.each[kept.count++] = one;
+  kept.bytes += one.bytes;
+  while (kept.count > KEPT || kept.bytes > kept_bytes) send(taken_out(0).buffer, "release");
+  pthread_mutex_unlock(&kept.lock);
+}
+
+static size_t whole_pages(size_t bytes) { return (bytes + driver.page - 1) & ~(driver.page - 1); }
 
 // A buffer over the pages that hold the array. False: Metal will not have it so.
 static bool wrap(Bound* array) {
-  const uintptr_t data = (uintptr_t)array->data, mask = driver.page - 1;
-  if (data % LOAD_BYTES || !array->bytes) return false;
-  const uintptr_t first = data & ~mask, end = (data + array->bytes + mask) & ~mask;
-  array->offset = data - first;
+  const uintptr_t data = (uintptr_t)array->data;
+  array->offset = data & (driver.page - 1);
+  const size_t bytes = whole_pages(array->offset + array->bytes);
+  if (data % LOAD_BYTES || !array->bytes || bytes > driver.longest) return false;
   array->buffer = SEND(id, (id, SEL, void*, NSUInteger, NSUInteger, id), driver.device,
-                       S("newBufferWithBytesNoCopy:length:options:deallocator:"), (void*)first, end - first, STORAGE_MODE_SHARED, NULL);
-  if (array->buffer && number(array->buffer, "length") >= end - first) return true;
+                       S("newBufferWithBytesNoCopy:length:options:deallocator:"), (void*)(data - array->offset), bytes, STORAGE_MODE_SHARED, NULL);
+  if (array->buffer && number(array->buffer, "length") >= bytes) return true;
   send(array->buffer, "release");
   return false;
 }
 
-char* bind_array(Bound* array) {
-  array->copy_bytes = 0;
-  if (!wrap(array)) {
-    size_t bytes = driver.page;
-    while (bytes < array->bytes) bytes *= 2;
-    array->buffer = take(bytes);
-    array->offset = 0;
-    if (!array->buffer) return text_of("Metal gives no buffer of %zu bytes", bytes);
-    array->copy_bytes = bytes;
-    // also where it is written: a kernel need not write all of it
-    if (array->bytes) memcpy(contents(array), array->data, array->bytes);
+static char* copy(Bound* array) {
+  const size_t bytes = array->bytes ? whole_pages(array->bytes) : driver.page;
+  if (bytes > driver.longest) return text_of("an array takes %zu bytes, and Metal's buffers have at most %lu", bytes, driver.longest);
+  const Sized one = take(bytes);
+  array->memory = SEND(char*, (id, SEL), one.buffer, S("contents"));
+  array->buffer = one.buffer;
+  array->offset = 0;
+  array->copy_bytes = one.bytes;
+  if (!array->memory) {
+    send(one.buffer, "release");
+    return text_of("Metal gives no buffer of %zu bytes", bytes);
   }
-  // a stand-in watches where the array begins and ends
-  if (driver.stand_in)
-    SEND(void, (id, SEL, id, NSRange), array->buffer, S("addDebugMarker:range:"), string("array"), (NSRange){array->offset, array->bytes});
+  // also where it is written: a kernel need not write all of it
+  if (array->bytes) memcpy(array->memory, array->data, array->bytes);
   return NULL;
 }
 
+char* bind_array(Bound* array) {
+  array->memory = NULL;
+  char* const error = wrap(array) ? NULL : copy(array);
+  // a stand-in watches where the array begins and ends
+  if (!error && driver.stand_in)
+    SEND(void, (id, SEL, id, NSRange), array->buffer, S("addDebugMarker:range:"), string("array"), (NSRange){array->offset, array->bytes});
+  return error;
+}
+
 void unbind_array(Bound* array, bool finished) {
-  if (!array->copy_bytes) {
+  if (!array->memory) {
     send(array->buffer, "release");
     return;
   }
-  if (finished && array->written && array->bytes) memcpy(array->data, contents(array), array->bytes);
+  if (finished && array->written && array->bytes) memcpy(array->data, array->memory, array->bytes);
   if (driver.stand_in) send(array->buffer, "removeAllDebugMarkers");
-  give_back(array->buffer, array->copy_bytes);
+  give_back((Sized){array->buffer, array->copy_bytes});
 }

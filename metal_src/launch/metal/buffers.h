@@ -10,11 +10,12 @@ typedef struct {
   size_t bytes;
   bool written;
   id buffer;
-  NSUInteger offset;    // of the array in the buffer
-  size_t copy_bytes;    // of the pooled buffer that holds a copy; 0: the buffer lies over the array
+  NSUInteger offset;  // of the array in the buffer
+  char* memory;       // of a buffer that holds a copy; null: the buffer lies over the array
+  size_t copy_bytes;  // of that buffer
 } Bound;
 
-// Fills in buffer, offset and copy_bytes. Null, or what went wrong.
+// Fills in all that follows `written`. Null, or what went wrong.
 char* bind_array(Bound* array);
 
 // Before a call returns, for XLA may then free or move the memory. `finished`: the kernels ran, and copies are written back.

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdbool.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,10 +29,19 @@ char* text_of(const char* format, ...) {
   return text ? text : strdup("out of memory");
 }
 
-// dlopen, or null with the reason in `unavailable`.
-static void* opened(const char* path) {
-  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+// Apple's libraries, in the order in which they are loaded: without CoreGraphics there is no default device.
+enum { CORE_GRAPHICS, METAL, OBJECTIVE_C, LIBRARIES };
+static const char* const paths[LIBRARIES] = {"/System/Library/Frameworks/CoreGraphics.framework/CoreGraphics",
+                                             "/System/Library/Frameworks/Metal.framework/Metal", "/usr/lib/libobjc.A.dylib"};
+
+// dlopen, or null with the reason in `unavailable`. A stand-in is one file with all that Apple's libraries hold, or a folder, with a slash
+// at its end, below which they lie as on a Mac.
+static void* opened(const char* stand_in, const char* path) {
+  const bool folder = stand_in && stand_in[strlen(stand_in) - 1] == '/';
+  char* const name = text_of("%s%s", stand_in ? stand_in : "", !stand_in || folder ? path : "");
+  void* const library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
   if (!library) unavailable = text_of("the Metal driver cannot be loaded: %s", dlerror());
+  free(name);
   return library;
 }
 
@@ -50,21 +60,20 @@ static int family(void) {
 }
 
 static void load(void) {
-  // a stand-in is one file with all that Apple's libraries hold
   const char* stand_in = getenv("JAX_FUSEDNORM_METAL_DRIVER");
+  if (stand_in && !*stand_in) stand_in = NULL;
 #if !defined(__APPLE__)
   if (!stand_in) {
     unavailable = "the Metal driver cannot be loaded: this is not macOS, and JAX_FUSEDNORM_METAL_DRIVER names no stand-in for it";
     return;
   }
 #endif
-  // without CoreGraphics there is no default device
-  if (!stand_in && !opened("/System/Library/Frameworks/CoreGraphics.framework/CoreGraphics")) return;
-  void* const metal = opened(stand_in ? stand_in : "/System/Library/Frameworks/Metal.framework/Metal");
-  void* const runtime = metal && !stand_in ? opened("/usr/lib/libobjc.A.dylib") : metal;
-  if (!runtime) return;
+  void* libraries[LIBRARIES];
+  for (int i = 0; i < LIBRARIES; ++i)
+    if (!(libraries[i] = opened(stand_in, paths[i]))) return;
 
-  id (*const create)(void) = (id(*)(void))symbol(metal, "MTLCreateSystemDefaultDevice");
+  void* const runtime = libraries[OBJECTIVE_C];
+  id (*const create)(void) = (id(*)(void))symbol(libraries[METAL], "MTLCreateSystemDefaultDevice");
   driver.msg_send = (void (*)(void))symbol(runtime, "objc_msgSend");
   driver.selector = (SEL(*)(const char*))symbol(runtime, "sel_registerName");
   driver.class_named = (id(*)(const char*))symbol(runtime, "objc_getClass");
@@ -78,11 +87,13 @@ static void load(void) {
   void* const pool = driver.pool_push();
   driver.device = create();
   driver.queue = driver.device ? send(driver.device, "newCommandQueue") : NULL;
+  driver.longest = number(driver.device, "maxBufferLength");
+  const char* const name = characters(send(driver.device, "name"));
   if (driver.queue)
-    device = text_of("%s, Apple GPU family %d, %s memory, up to %lu bytes of threadgroup memory, pages of %zu bytes",
-                     characters(send(driver.device, "name")), family(),
+    device = text_of("%s, Apple GPU family %d, %s memory, up to %lu bytes of threadgroup memory, buffers of up to %lu bytes, pages of %zu bytes",
+                     name ? name : "a device without a name", family(),
                      SEND(BOOL, (id, SEL), driver.device, S("hasUnifiedMemory")) ? "unified" : "separate",
-                     number(driver.device, "maxThreadgroupMemoryLength"), driver.page);
+                     number(driver.device, "maxThreadgroupMemoryLength"), driver.longest, driver.page);
   else
     unavailable = driver.device ? "the Metal device gives no command queue" : "there is no Metal device";
   driver.pool_pop(pool);
@@ -94,3 +105,5 @@ const char* metal_unavailable(void) {
 }
 
 const char* metal_device(void) { return device; }
+
+size_t metal_longest(void) { return metal_unavailable() ? 0 : driver.longest / driver.page * driver.page; }

@@ -14,8 +14,9 @@ typedef struct {
   void* (*pool_push)(void);
   void (*pool_pop)(void* pool);
   id device, queue;
-  BOOL stand_in;  // not Apple's
-  size_t page;    // what buffers over foreign memory are rounded to
+  BOOL stand_in;       // not Apple's
+  size_t page;         // what buffers over foreign memory are rounded to
+  NSUInteger longest;  // bytes of a buffer
 } Driver;
 
 // Valid once metal_unavailable() has returned null.
@@ -29,6 +30,7 @@ static inline NSUInteger number(id object, const char* name) { return SEND(NSUIn
 static inline id string(const char* text) {
   return SEND(id, (id, SEL, const char*), driver.class_named("NSString"), S("stringWithUTF8String:"), text);
 }
+// Null where there are none.
 static inline const char* characters(id string) { return SEND(const char*, (id, SEL), string, S("UTF8String")); }
 
 // printf into memory of its own.

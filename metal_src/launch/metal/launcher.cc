@@ -85,7 +85,7 @@ Shape shape_within(const Launch& launch, int most) {
 
 // A compiled kernel and its shape: the one that the width wants, or one with fewer threads if the kernel's registers allow no more.
 ffi::Error prepare(const Launch& launch, Shape* shape, std::string* name, MetalPipeline* pipeline) {
-  for (int most = most_simdgroups;; most = int(pipeline->max_threads) / simd_width) {
+  for (int most = most_simdgroups, allowed;; most = allowed) {
     *shape = shape_within(launch, most);
     *name = spelled(launch, *shape);
     Instance& instance = named<Instance>(*name);
@@ -94,7 +94,8 @@ ffi::Error prepare(const Launch& launch, Shape* shape, std::string* name, MetalP
       if (ffi::Error error = compile(launch, *name, &instance.pipeline); error.failure()) return error;
     *pipeline = instance.pipeline;
     if (threads_of(*shape) <= int(pipeline->max_threads)) return ffi::Error::Success();
-    if (int(pipeline->max_threads) < simd_width)
+    allowed = int(pipeline->max_threads) / simd_width;
+    if (allowed == 0 || allowed >= most)
       return ffi::Error(ffi::ErrorCode::kInternal, *name + ": Metal allows it " + std::to_string(pipeline->max_threads) + " threads");
   }
 }
@@ -152,3 +153,6 @@ std::string status(bool* usable) {
 void poison_outputs(bool on) { poison = on; }
 
 }  // namespace launcher
+
+// Python asks before it gives Metal a call: bytes that an array may have.
+extern "C" __attribute__((visibility("default"))) uint64_t jax_fusednorm_longest_array() { return metal_longest(); }

@@ -6,6 +6,7 @@
 #include "launch/metal/driver.h"
 
 enum { LANGUAGE_3_1 = (3 << 16) + 1, BARRIER_SCOPE_BUFFERS = 1, STATUS_COMPLETED = 4, SIMD_WIDTH = 32, SCRATCH_UNIT = 16 };
+enum { MATH_SAFE = 0, FUNCTIONS_PRECISE = 1 };
 
 typedef struct {
   NSUInteger width, height, depth;
@@ -13,15 +14,26 @@ typedef struct {
 
 // The words of an NSError; `otherwise` where there is none.
 static char* words_of(id error, const char* otherwise) {
-  return text_of("%s", error ? characters(send(error, "localizedDescription")) : otherwise);
+  const char* const words = characters(send(error, "localizedDescription"));
+  return text_of("%s", words ? words : otherwise);
+}
+
+// Safe and precise mathematics, by the names that newer systems have beside the older switch.
+static void set_where_there(id options, const char* setter, long value) {
+  if (SEND(BOOL, (id, SEL, SEL), options, S("respondsToSelector:"), S(setter))) SEND(void, (id, SEL, long), options, S(setter), value);
 }
 
 static char* compile(const char* text, const char* name, MetalPipeline* pipeline) {
   id error = NULL;
   const id options = send(driver.class_named("MTLCompileOptions"), "new");
+  if (!options) return text_of("Metal gives no options to compile with");
   SEND(void, (id, SEL, NSUInteger), options, S("setLanguageVersion:"), LANGUAGE_3_1);
   SEND(void, (id, SEL, BOOL), options, S("setFastMathEnabled:"), 0);
-  const id library = SEND(id, (id, SEL, id, id, id*), driver.device, S("newLibraryWithSource:options:error:"), string(text), options, &error);
+  set_where_there(options, "setMathMode:", MATH_SAFE);
+  set_where_there(options, "setMathFloatingPointFunctions:", FUNCTIONS_PRECISE);
+  const id source = string(text);
+  const id library =
+      source ? SEND(id, (id, SEL, id, id, id*), driver.device, S("newLibraryWithSource:options:error:"), source, options, &error) : NULL;
   send(options, "release");
   if (!library) return words_of(error, "Metal refused the source and gave no reason");
   const id function = SEND(id, (id, SEL, id), library, S("newFunctionWithName:"), string(name));
@@ -87,6 +99,7 @@ static void encode(id encoder, const MetalDispatch* d, Bound* bound, int bound_c
 
 static char* execute(const MetalDispatch* dispatches, int count, Bound* bound, int bound_count) {
   const id commands = send(driver.queue, "commandBufferWithUnretainedReferences"), encoder = send(commands, "computeCommandEncoder");
+  if (!encoder) return text_of("Metal gives no %s", commands ? "encoder" : "command buffer");
   for (int i = 0; i < count; ++i) {
     // Metal tracks no hazards between buffers over one page, nor within an array
     if (i) SEND(void, (id, SEL, NSUInteger), encoder, S("memoryBarrierWithScope:"), BARRIER_SCOPE_BUFFERS);

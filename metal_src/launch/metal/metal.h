@@ -14,6 +14,9 @@ const char* metal_unavailable(void);
 // The device and what it can do, for people; only where kernels can run.
 const char* metal_device(void);
 
+// Bytes that an array may have; 0 where kernels cannot run.
+size_t metal_longest(void);
+
 typedef struct {
   void* state;           // null: not compiled
   uint32_t max_threads;  // that a threadgroup of this kernel may have
