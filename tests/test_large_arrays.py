@@ -119,6 +119,18 @@ def test_heads(kernel, times, layout):
 
 
 @pytest.mark.slow
+def test_cotangents_of_heads(kernel, times):
+    scale, positions = draw_scale(6, CHANNELS, "float32"), jnp.arange(ROWS) * 37
+
+    @jax.jit
+    def call(x, positions):
+        return jax.vjp(lambda x: fused.head_rms_norm_rope(x, scale, positions, implementation=kernel), x)[1](x)[0]
+
+    block = draw(5, (ROWS, HEADS, CHANNELS), "bfloat16")
+    assert_repeats(call(repeated(block, times, kernel), jnp.tile(positions, times)), call(block, positions), times)
+
+
+@pytest.mark.slow
 def test_queries_and_keys(kernel, times):
     call = jax.jit(functools.partial(fused.qk_rms_norm_rope, implementation=kernel))
     q, k = draw(7, (ROWS, HEADS, CHANNELS), "bfloat16"), draw(8, (ROWS, K_HEADS, CHANNELS), "bfloat16")

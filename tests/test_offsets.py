@@ -16,6 +16,7 @@ import pytest
 import metal_calls
 import oracle
 import paged_calls
+import jax_fusednorm as fused
 from jax_fusednorm import explain, rms_norm
 from jax_fusednorm.core import ffi
 from metal_driver import COMPLETED, PAGE, launch
@@ -76,6 +77,7 @@ def on_gpu(standin, far):
     _, _, simdgroups, teams = far.shape
     assert far.first % teams == 0
     standin.reset()
+    standin.misbehave("longest buffer", str(1 << 40))
     standin.run_some(far.first // teams, -(-far.count // teams))
     [pipeline] = standin.pipelines(metal_calls.text_of(far.kernel), [f"{far.kernel}<{', '.join([*far.variant, *map(str, far.shape)])}>"])
     known = standin.run(launch(pipeline, far.arrays, far.params, -(-(far.first + far.count) // teams), teams * simdgroups * 32, 16 * simdgroups))
@@ -171,16 +173,19 @@ TOKENS = len(POSITIONS)
 TYPES = (np.float32, BFLOAT, np.float16)  # of copies, as the kernel counts them
 
 
-def run_heads(machine, arrays, check, rope, before, width, heads, k_heads=0, copies=(0, 0, 0)):
-    """Of tokens in sequences of two. copies: how many, their types, and which are head-major."""
+def run_heads(machine, arrays, check, rope, before, width, heads, k_heads=0, copies=(0, 0, 0), cotangent=()):
+    """Of tokens in sequences of two. copies: how many, their types, and which are head-major. cotangent: the rest of its params."""
     shape, interleaved = shape_on(machine, width, 2, head=True), rope.style == INTERLEAVED
     lanes, at_once, pairs = 1, 1, "adjacent" if interleaved else "apart"
     if is_gpu(machine):
         lanes = width // (shape[0] * shape[1])
         at_once, pairs = 32 // lanes, "adjacent" if interleaved else "halves"
-    params = struct.pack("20I2f", before + TOKENS, 2, heads, k_heads, width, lanes, at_once, -(-heads // at_once), -(-k_heads // at_once), 1,
-                         rope.pairs, 0, 1 if interleaved else rope.pairs, interleaved, 0, 0, 1, *copies, 1e-6, 0.0)
-    run(machine, Far("head_rms_norm_rope", ("bfloat", "false", "false", pairs), arrays, params, before, TOKENS, check, shape, floats=4 * width))
+    params = struct.pack("24I2f", before + TOKENS, 2, heads, k_heads, width, heads * width, 0, k_heads * width, 0, lanes, at_once,
+                         -(-heads // at_once), -(-k_heads // at_once), 1, rope.pairs, 0, 1 if interleaved else rope.pairs, interleaved, 0, 0, 1,
+                         *copies, 1e-6, 0.0)
+    params += struct.pack(f"{len(cotangent)}I", *cotangent)
+    name, options = ("head_rms_norm_rope_cotangent", ("true",)) if cotangent else ("head_rms_norm_rope", ("false", "false"))
+    run(machine, Far(name, ("bfloat", *options, pairs), arrays, params, before, TOKENS, check, shape, floats=5 * width))
 
 
 def wanted(x, rope, scale):
@@ -225,6 +230,36 @@ def test_copies_of_heads(machine):
     run_heads(machine, placed(arrays, befores), check, rope, before, width, count, copies=(6, 0b100100100100, 0b111000))
 
 
+@pytest.mark.parametrize("of", ("x", "k", "the rest of a projection"))
+def test_tokens_of_the_cotangents_of_heads(machine, of):
+    """A team for each token: of queries, of keys, or of the columns that are neither."""
+    rng, width, count, rope, before = np.random.default_rng(6), 64, 3, Rope(NEOX, 32), FAR // 64
+    x, bar = (rng.standard_normal((TOKENS, count, width)).astype(BFLOAT) for _ in range(2))
+    scale, whole = rng.standard_normal(width).astype(np.float32), before + TOKENS
+    turns = np.asarray(turns_of(inverse_frequencies(rope.pairs)))
+    out, sums = np.full_like(x, np.nan), np.full((TOKENS, width), np.nan, np.float32)
+    arrays = [x, x, np.array(POSITIONS, np.int32), turns, scale, scale, bar, bar, bar, out, out, sums]
+    teams = {"x": (whole, 0, 0), "k": (0, whole, 0), "the rest of a projection": (0, 0, whole)}[of]
+
+    def formula(x, scale):
+        return fused.head_rms_norm_rope(x, scale, jnp.asarray(POSITIONS), theta=1e6, implementation="jnp")
+
+    def check(a):
+        if of == "the rest of a projection":
+            oracle.assert_same_bits(a[9][:, 1:], bar[:, :2])
+            assert not oracle.wide(a[9][:, 0]).any()
+            return
+        x_bar, scale_bar = jax.vjp(formula, jnp.asarray(x, jnp.float32), jnp.asarray(scale))[1](jnp.asarray(bar, jnp.float32))
+        np.testing.assert_allclose(oracle.wide(a[9]), np.asarray(x_bar), rtol=1e-2, atol=1e-3)
+        np.testing.assert_allclose(a[11].sum(0), np.asarray(scale_bar), rtol=1e-4, atol=1e-4)
+
+    # a projection of three heads: first a gap, and then v
+    rest = (*teams, of not in ("x", "k"), width, 2 * width, 0, 0, 0, 0, width, 0, 0, 0)
+    if rest[3]:
+        arrays[8] = np.ascontiguousarray(bar[:, :2])
+    run_heads(machine, placed(arrays, dict.fromkeys((0, 1, 2, 6, 7, 8, 9, 10, 11), before)), check, rope, before, width, count, count, cotangent=rest)
+
+
 def paged(machine):
     """(calls of its kernel, the shape that each runs in)"""
     if not is_gpu(machine):
@@ -245,7 +280,7 @@ def test_tokens_and_slots_of_a_paged_cache(machine):
         arrays[5] = np.minimum(np.maximum(offsets, 0).astype(np.int64) + before, 2**31 - 1).astype(np.int32)
         struct.pack_into("I", params, 0, before + made.tokens)
         struct.pack_into("I", params, paged_calls.PAGES_IN_PARAMS, pages_before + pages)
-        parts = struct.unpack_from("10I", params)[9]
+        parts = struct.unpack_from("14I", params)[13]
         after = machine(Far("qk_rms_norm_rope_paged", made.variant, placed(arrays, dict.fromkeys((0, 1, 2, 10), before) | {11: pages_before}),
                             bytes(params), before * parts, made.tokens * parts, None, shape, floats=4 * arrays[10].shape[-1]))
         found = made.check([np.ascontiguousarray(a.values) for a in after])
