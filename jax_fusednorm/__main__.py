@@ -1,11 +1,12 @@
-"""python -m jax_fusednorm info | selftest | bench"""
+"""jax-fusednorm info | selftest | bench, or python -m jax_fusednorm ..."""
 
 import argparse
 import os
 import pathlib
 import sys
 
-from .cli import bench, calls, info, selftest
+from . import __version__
+from .cli import bench, calls, info, selftest, status
 from .core import checks, lowering
 
 
@@ -42,7 +43,25 @@ def file(text):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m jax_fusednorm", description="Fused normalization ops for JAX.")
+    try:
+        chosen = parsed(arguments)
+        found = chosen.run(chosen)
+        sys.stdout.flush()  # a pipe that is closed is found here, and not at exit
+        return found
+    except NotImplementedError as error:  # a kernel that was asked for by name and cannot run
+        print(f"jax_fusednorm: {error}", file=sys.stderr)
+        return status.CANNOT
+    except KeyboardInterrupt:
+        print("jax_fusednorm: interrupted", file=sys.stderr)
+        return status.INTERRUPTED
+    except BrokenPipeError:  # as of `| head`; what is left goes nowhere, or Python would try again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return status.PIPE_CLOSED
+
+
+def parsed(arguments):
+    parser = argparse.ArgumentParser(prog="jax-fusednorm", description="Fused normalization ops for JAX.", epilog=status.HELP)
+    parser.add_argument("--version", action="version", version=f"jax_fusednorm {__version__}")
     commands = parser.add_subparsers(required=True, metavar="info | selftest | bench")
     for name, module in (("info", info), ("selftest", selftest), ("bench", bench)):
         command = commands.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__,
@@ -63,11 +82,7 @@ def main(arguments=None):
             command.add_argument("--json", type=file, metavar="FILE", help="write every figure there")
             command.add_argument("--plot", type=file, metavar="FILE",
                                  help="draw a roofline there, a PNG: operations a second over operations a byte; needs matplotlib")
-    chosen = parser.parse_args(arguments)
-    try:
-        return chosen.run(chosen)
-    except NotImplementedError as error:  # a kernel that was asked for by name and cannot run
-        parser.exit(1, f"jax_fusednorm: {error}\n")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

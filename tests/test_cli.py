@@ -1,5 +1,6 @@
 """The command line: what it says, what it exits with, and that it needs neither rich nor matplotlib nor a wide terminal."""
 
+import importlib.metadata
 import inspect
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 import cases
 import jax_fusednorm
 from jax_fusednorm import __main__
-from jax_fusednorm.cli import calls, report
+from jax_fusednorm.cli import calls, report, status
 
 ROOT = pathlib.Path(__file__).parent.parent
 OTHER = "cuda" if jax.default_backend() == "cpu" else "host"  # a kernel that does not run on JAX's platform
@@ -101,7 +102,7 @@ def test_rich_and_matplotlib_are_not_needed(tmp_path):
               "--implementations", "jnp", "--report", tmp_path / "report.txt")
     assert re.search(r"^rms_norm, float32 +ok$", out, re.M)
     out = run("-c", WITHOUT, "rich,rich.console,matplotlib,matplotlib.figure", "bench", "--ops", "rms_norm", "--tokens", "1", "--rounds", "1",
-              "--implementations", "jnp", "--plot", tmp_path / "no.png", status=1)
+              "--implementations", "jnp", "--plot", tmp_path / "no.png", status=status.CANNOT)
     assert re.search(r"^rms_norm, 1 +0.0246 ", out, re.M) and "matplotlib is not installed" in out
 
 
@@ -109,7 +110,9 @@ def test_rich_and_matplotlib_are_not_needed(tmp_path):
 def test_tables_fit_any_width_and_need_no_colour(width, monkeypatch, capsys):
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("LINES", "25")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     made = report.Report()
     made.table("a title", ["op, dtype", "jnp", "host"], [["gated_group_rms_norm, bfloat16", "ok", "FAIL"]])
     made.line("a line", style="bold red")
@@ -141,8 +144,58 @@ def test_a_wrong_argument_is_refused_before_anything_runs(arguments, says, capsy
     assert stopped.value.code == 2 and says in capsys.readouterr().err
 
 
-def test_bench_of_a_kernel_that_cannot_run_says_why(capsys):
-    """A selftest reports it with its other findings."""
+@pytest.mark.parametrize("command", ("bench --tokens 1 --rounds 1", "selftest --dtypes float32"))
+def test_a_kernel_that_cannot_run_is_no_fault_and_says_why(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert __main__.main([*command.split(), "--ops", "rms_norm", "--implementations", f"jnp,{OTHER}"]) == status.CANNOT
+    said = capsys.readouterr()
+    assert f"implementation='{OTHER}' was asked for, but there are no {OTHER} kernels" in said.err
+    assert "bug report" not in said.out + said.err and not list(tmp_path.iterdir())
+
+
+def test_a_selftest_without_kernels_does_not_say_that_they_are_right(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(calls, "kernels", lambda: [])
+    arguments = ["selftest", "--ops", "rms_norm", "--dtypes", "float32,float16", "--report", str(tmp_path / "report.txt")]
+    assert __main__.main(arguments) == status.UNTESTED
+    said = capsys.readouterr()
+    assert "everything is right" not in said.out and "no kernel can run here" in said.out
+    assert said.err.splitlines() == ["1/2 rms_norm, float32", "2/2 rms_norm, float16"]  # progress, where the output goes to a file
+    assert __main__.main([*arguments, "--implementations", "jnp"]) == status.RIGHT  # it was asked for no more than that
+
+
+def test_a_table_in_a_pipe_is_plain_and_whole(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    made = report.Report()
+    made.table("a title", ["op, dtype", "jnp"], [["gated_group_rms_norm, bfloat16", "ok"]])
+    assert "gated_group_rms_norm, bfloat16   ok\n" in capsys.readouterr().out
+
+
+def test_a_closed_pipe_makes_no_traceback():
+    done = subprocess.run(f"{{ {sys.executable} -m jax_fusednorm info; echo $? >&2; }} | true", shell=True, cwd=ROOT, capture_output=True, text=True,
+                          check=False, env={**os.environ, "PYTHONUNBUFFERED": ""})
+    assert done.stderr.splitlines()[-1] == str(status.PIPE_CLOSED) and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(__main__.info, "main", interrupted)
+    try:
+        assert __main__.main(["info"]) == status.INTERRUPTED
+    except KeyboardInterrupt:  # which would stop the tests
+        pytest.fail("it is not caught")
+    assert capsys.readouterr().err == "jax_fusednorm: interrupted\n"
+
+
+def test_the_version_and_the_console_script(capsys):
     with pytest.raises(SystemExit) as stopped:
-        __main__.main(["bench", "--ops", "rms_norm", "--tokens", "1", "--rounds", "1", "--implementations", OTHER])
-    assert stopped.value.code == 1 and f"implementation='{OTHER}' was asked for, but there are no {OTHER} kernels" in capsys.readouterr().err
+        __main__.main(["--version"])
+    assert stopped.value.code == status.RIGHT and capsys.readouterr().out == f"jax_fusednorm {jax_fusednorm.__version__}\n"
+    [script] = importlib.metadata.entry_points(group="console_scripts", name="jax-fusednorm")
+    assert script.load() is __main__.main
+
+
+def test_the_exit_codes_are_distinct_and_said():
+    codes = [value for name, value in vars(status).items() if name.isupper() and isinstance(value, int)]
+    assert len(set(codes)) == len(codes) and all(re.search(rf"\b{code} ", status.HELP) for code in codes)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_fusednorm.core import lowering, selfcheck
 
-from . import calls, info, timing
+from . import calls, info, status, timing
 from .report import Report, progress
 
 COPY = "copy"
@@ -119,6 +119,7 @@ def draw(records, title, path):
 
 
 def main(arguments):
+    calls.refuse_what_cannot_run(arguments.implementations)
     report = Report()
     about = list(info.describe())
     for line in about:
@@ -139,6 +140,6 @@ def main(arguments):
             draw(records, about[0], arguments.plot)
         except ImportError:
             report.line("no plot: matplotlib is not installed (`pip install matplotlib`)")
-            return 1
+            return status.CANNOT
         report.line(f"drawn to {arguments.plot}")
-    return 0
+    return status.RIGHT

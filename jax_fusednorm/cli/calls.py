@@ -91,3 +91,16 @@ def platform():
 def kernels():
     """The kernel builds that can run here."""
     return [launcher for launcher in lowering.LAUNCHERS.get(platform(), ()) if ffi.library(launcher).usable]
+
+
+def refuse_what_cannot_run(implementations):
+    """NotImplementedError for an implementation that was asked for by name and has no kernel here."""
+    able = kernels()
+    for name in implementations or ():
+        if name in ("auto", "jnp", *able) or (name == "kernel" and able):
+            continue
+        kind = "" if name == "kernel" else f"{name} "
+        why = f"there are no {kind}kernels for platform {platform()}"
+        if name in lowering.LAUNCHERS.get(platform(), ()):
+            why = ffi.library(name).about
+        raise NotImplementedError(f"implementation={name!r} was asked for, but {why}. See `jax-fusednorm info`.")

@@ -8,7 +8,7 @@ import jax
 import jax_fusednorm
 from jax_fusednorm.core import cuda, ffi, lowering, selfcheck
 
-from . import calls
+from . import calls, status
 
 VARIABLES = (lowering.VARIABLE, lowering.METAL_VARIABLE, selfcheck.VARIABLE, ffi.HOST_LEVEL, "JAX_FUSEDNORM_METAL_DRIVER",
              cuda.CACHE_VARIABLE, "JAX_PLATFORMS")
@@ -47,4 +47,4 @@ def main(arguments):
     print(f"what runs on {calls.platform()}, in bfloat16, for (this many) tokens:")
     for decision, ops in decisions().items():
         print(f"  {decision}\n    {', '.join(ops)}")
-    return 0
+    return status.RIGHT

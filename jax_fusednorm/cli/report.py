@@ -1,6 +1,7 @@
-"""What a command prints: with rich where it is installed, in plain text where it is not; and the same in plain text for a file."""
+"""What a command prints: with rich on a terminal where it is installed, else in plain text, as wide as it is; and the same text for a file."""
 
 import contextlib
+import itertools
 import sys
 
 try:
@@ -16,7 +17,7 @@ class Report:
 
     def __init__(self):
         self.text = ""
-        self._out = rich and rich.console.Console(highlight=False, markup=False)
+        self._out = rich.console.Console(highlight=False, markup=False) if rich and sys.stdout.isatty() else None
 
     def line(self, text="", style=None):
         self.text += text + "\n"
@@ -45,7 +46,8 @@ class Report:
 def progress(total):
     """step(what): says what is done next. On standard error, so that it is no part of what is printed."""
     if rich is None or not sys.stderr.isatty():
-        yield lambda what: None
+        done = itertools.count(1)
+        yield lambda what: print(f"{next(done)}/{total} {what}", file=sys.stderr, flush=True)
         return
     columns = rich.progress.TextColumn("{task.description}"), rich.progress.BarColumn(), rich.progress.MofNCompleteColumn()
     with rich.progress.Progress(*columns, console=rich.console.Console(stderr=True), transient=True) as bar:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_fusednorm.core import selfcheck
 
-from . import calls, info
+from . import calls, info, status
 from .report import Report, progress
 
 TOKENS = 11
@@ -74,6 +74,7 @@ def _failure(run, want, allowed):
 
 
 def main(arguments):
+    calls.refuse_what_cannot_run(arguments.implementations)
     report, failures, rows = Report(), [], []
     for line in info.describe():
         report.line(line)
@@ -89,8 +90,15 @@ def main(arguments):
     report.table("selftest: results and gradients against float64", ["op, dtype", *implementations], rows)
     for failure in failures:
         report.line(failure, style="red")
-    report.line(f"{len(failures)} of {len(rows) * len(implementations)} comparisons failed" if failures else "everything is right",
-                style="bold red" if failures else "bold green")
+    untested = not arguments.implementations and not calls.kernels()
+    if failures:
+        report.line(f"{len(failures)} of {len(rows) * len(implementations)} comparisons failed", style="bold red")
+    elif untested:
+        report.line("jnp is right; no kernel can run here, so that none was compared: the lines above say why", style="bold yellow")
+    else:
+        report.line("everything is right", style="bold green")
     arguments.report.write_text(report.text, encoding="utf-8")
     report.line(f"written to {arguments.report}" + (": please send it with a bug report" if failures else ""))
-    return 1 if failures else 0
+    if failures:
+        return status.WRONG
+    return status.UNTESTED if untested else status.RIGHT

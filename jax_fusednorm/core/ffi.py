@@ -126,7 +126,7 @@ def _check_host_level():
         warnings.warn(f"jax_fusednorm: {HOST_LEVEL}={value!r} is none of v2, v3, v4; the best that this processor has is used.", stacklevel=2)
 
 
-def load_all():
+def load_all() -> tuple[jax.export.DisabledSafetyCheck, ...]:
     """Load every library there is. Returns the export checks that its custom calls need disabled."""
     _check_host_level()
     return tuple(jax.export.DisabledSafetyCheck.custom_call(target(launcher, kernel))

@@ -8,14 +8,18 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import get_args
 
 import jax
 
 from . import checks, ffi
+from .types import Implementation
 
 # The kernel builds that each platform can launch, best first. Every other platform runs the reference.
 LAUNCHERS = {"cpu": ("host", "metal"), "cuda": ("cuda",)}
-IMPLEMENTATIONS = ("auto", "jnp", "kernel", "host", "metal", "cuda")
+IMPLEMENTATIONS = get_args(Implementation)
 VARIABLE = "JAX_FUSEDNORM_IMPLEMENTATION"
 METAL_VARIABLE = "JAX_FUSEDNORM_METAL_MIN_BYTES"
 
@@ -54,7 +58,7 @@ _process_default = _initial()
 _default = jax.make_user_context(None)
 
 
-def implementation(name):
+def implementation(name: Implementation) -> AbstractContextManager[None]:
     """`with implementation("jnp"):` sets what ops called inside run, where they are not told by their own `implementation=`.
 
     One of "auto" (a kernel where one is available, else jnp), "jnp" (the pure-jnp form), "kernel" (any kernel, else an
@@ -83,7 +87,7 @@ class _Chosen:
                           f"set_implementation({self._name!r}) for the whole process.", RuntimeWarning, stacklevel=2)
 
 
-def set_implementation(name):
+def set_implementation(name: Implementation) -> None:
     """Set what ops run in this process, where neither their own `implementation=` nor a `with implementation(...):` says otherwise.
 
     name: as in `implementation`. It takes the place of the environment variable JAX_FUSEDNORM_IMPLEMENTATION. Functions that are jitted
@@ -116,7 +120,7 @@ class Decision:
     runs: str | None
     why: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.runs or 'error'}: {self.why}"
 
 
@@ -240,7 +244,8 @@ def _recording():
         _record.reset(token)
 
 
-def explain(op, *args, platforms=("cpu", "gpu", "cuda", "rocm", "tpu", "mps"), **kwargs):
+def explain(op: Callable[..., object], *args: object, platforms: str | Iterable[str] = ("cpu", "gpu", "cuda", "rocm", "tpu", "mps"),
+            **kwargs: object) -> dict[str, Decision]:
     """What `op(*args, **kwargs)` would run on each platform, and why, without running it (a kernel for Apple GPUs is checked, on few rows).
 
     args: arrays or `jax.ShapeDtypeStruct`s. platforms: names, or one name; "gpu" is this process's own kind of GPU, else cuda.

@@ -5,6 +5,8 @@ adds, a binary fraction of 64 bits made from float64, and angles are wrapping in
 any compiler and math mode. The kernels do the same arithmetic (metal_src/kernels/rope.h).
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,8 @@ def inverse_frequencies(rope_dim, theta, scaling=None, *, denominator=None, leng
     return rope_scaling.KINDS[scaling["rope_type"]].scaled(own, scaling, theta, length)
 
 
-def rope_table(max_positions, rope_dim, *, theta=None, scaling=None, head_dim=None):
+def rope_table(max_positions: int, rope_dim: int, *, theta: float | None = None, scaling: Mapping[str, object] | None = None,
+               head_dim: int | None = None) -> jax.Array:
     """The cosines and sines of every position, for `freqs_cis`.
 
     Equivalent to, in float64::

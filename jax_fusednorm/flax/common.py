@@ -1,5 +1,8 @@
 """What the nnx and linen modules share."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import canonicalize_dtype
@@ -14,12 +17,12 @@ ONES = initializers.ones
 
 # The default initializers are functions of this file, not closures made anew: so equal modules compare equal, and pickle.
 
-def default_kernel_init(*args, **kwargs):
+def default_kernel_init(*args: Any, **kwargs: Any) -> jax.Array:
     """Flax's own for linear layers."""
     return initializers.lecun_normal()(*args, **kwargs)
 
 
-def default_scale_init(*args, **kwargs):
+def default_scale_init(*args: Any, **kwargs: Any) -> jax.Array:
     """Ones. As a module's scale_init it stands for what makes scale + scale_offset one: see `initial_scale`."""
     return ONES(*args, **kwargs)
 
@@ -53,7 +56,7 @@ def gated(module, scale, y, gate):
         gate_start=module.gate_start, activation=module.activation, rounding=module.rounding, implementation=module.implementation)
 
 
-def rotated(module, scales, q, k, positions, freq_factors, freqs_cis, columns):
+def rotated(module, scales, q, k, positions, freq_factors, freqs_cis, **columns):
     """What a QKNormRope computes. columns: where a fused projection, as q, has what."""
     q, *given = promote(module.dtype, scales[0], *(a for a in (q, k) if a is not None))
     k = given[0] if given else None

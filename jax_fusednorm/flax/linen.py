@@ -1,10 +1,14 @@
 """Flax linen modules over the ops."""
 
-from typing import Any, Callable
+from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
 from flax import linen
+from jax.nn.initializers import Initializer
+from jax.typing import ArrayLike, DTypeLike
 
+from ..core.types import Activation, Implementation, Placement, Rounding, Style
 from ..ops.add_rms_norm import add_rms_norm
 from ..ops.matmul_partial_rms_norm import matmul_partial_rms_norm
 from ..ops.rms_norm import rms_norm
@@ -27,10 +31,10 @@ class RMSNorm(linen.RMSNorm):
         dtype=jnp.bfloat16 to stay in bfloat16.
     """
 
-    scale_init: Callable | None = None
+    scale_init: Initializer | None = None
     scale_offset: float = 0.0
     multiply_before_cast: bool = True
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
     def __post_init__(self):
         if self.scale_init is None:
@@ -39,7 +43,7 @@ class RMSNorm(linen.RMSNorm):
         super().__post_init__()
 
     @linen.compact
-    def __call__(self, x, *, mask=None):
+    def __call__(self, x: ArrayLike, *, mask: jax.Array | None = None) -> jax.Array:
         if not common.has_kernel(self, x, mask) or not self.force_float32_reductions:
             common.check_flax_path(self)
             return super().__call__(x, mask=mask)
@@ -62,13 +66,13 @@ class _ResidualNorm(_Module):
     """A scale, and the options that the norms with a residual share."""
 
     epsilon: float = 1e-6
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     use_scale: bool = True
-    scale_init: Callable | None = None
+    scale_init: Initializer | None = None
     scale_offset: float = 0.0
     multiply_before_cast: bool = True
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
     def _apply(self, op, x, residual, **options):
         init = common.initial_scale(self.scale_init, self.scale_offset)
@@ -91,11 +95,11 @@ class AddRMSNorm(_ResidualNorm):
       scale_init: the scale's initializer; by default what makes scale + scale_offset one.
     """
 
-    sum_rounding: str = "float32"
+    sum_rounding: Rounding = "float32"
     return_sum: bool = True
 
     @linen.compact
-    def __call__(self, x, residual):
+    def __call__(self, x: ArrayLike, residual: ArrayLike) -> Any:  # a pair, or with return_sum=False an array
         return self._apply(add_rms_norm, x, residual, sum_rounding=self.sum_rounding, return_sum=self.return_sum)
 
 
@@ -114,16 +118,16 @@ class MatmulPartialRMSNorm(_Module):
     features: int
     num_normed: int
     epsilon: float = 1e-6
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    kernel_init: Callable = common.default_kernel_init
-    scale_init: Callable | None = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: Initializer = common.default_kernel_init
+    scale_init: Initializer | None = None
     scale_offset: float = 0.0
     multiply_before_cast: bool = True
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
     @linen.compact
-    def __call__(self, x):
+    def __call__(self, x: ArrayLike) -> tuple[jax.Array, jax.Array]:
         kernel = self.param("kernel", self.kernel_init, (jnp.shape(x)[-1], self.features), self.param_dtype)
         scale = self.param("scale", common.initial_scale(self.scale_init, self.scale_offset), (self.num_normed,), self.param_dtype)
         x, kernel = common.promote(self.dtype, scale, x, kernel)
@@ -139,10 +143,10 @@ class RMSNormAdd(_ResidualNorm):
       the rest: as in AddRMSNorm.
     """
 
-    norm_rounding: str = "float32"
+    norm_rounding: Rounding = "float32"
 
     @linen.compact
-    def __call__(self, x, residual):
+    def __call__(self, x: ArrayLike, residual: ArrayLike) -> jax.Array:
         return self._apply(rms_norm_add, x, residual, norm_rounding=self.norm_rounding)
 
 
@@ -161,26 +165,26 @@ class GatedGroupRMSNorm(_Module):
     epsilon: float = 1e-5
     norm_before_gate: bool = False
     gate_start: int | None = None
-    activation: str = "silu"
-    rounding: str = "storage"
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    implementation: str | None = None
-    scale_init: Callable = common.ONES
+    activation: Activation = "silu"
+    rounding: Rounding = "storage"
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    implementation: Implementation | None = None
+    scale_init: Initializer = common.ONES
 
     @linen.compact
-    def __call__(self, y, gate):
+    def __call__(self, y: ArrayLike, gate: ArrayLike) -> jax.Array:
         return common.gated(self, self.param("scale", self.scale_init, (self.num_features,), self.param_dtype), y, gate)
 
 
 class _Scale(linen.Module):
     """A norm's parameter without the norm."""
 
-    init_scale: Callable
-    param_dtype: Any
+    init_scale: Initializer
+    param_dtype: DTypeLike
 
     @linen.compact
-    def __call__(self, width):
+    def __call__(self, width: int) -> jax.Array:
         return self.param("scale", self.init_scale, (width,), self.param_dtype)
 
 
@@ -203,23 +207,41 @@ class QKNormRope(_Module):
 
     theta: float = 10000.0
     rope_dim: int | None = None
-    style: str = "neox"
-    placement: str = "prefix"
+    style: Style = "neox"
+    placement: Placement = "prefix"
     epsilon: float = 1e-6
     scale_offset: float = 0.0
     multiply_before_cast: bool = True
     round_before_rope: bool | None = None
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    scale_init: Callable | None = None
-    implementation: str | None = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    scale_init: Initializer | None = None
+    implementation: Implementation | None = None
     head_dim: int | None = None
 
+    @overload
+    def __call__(self, q: ArrayLike, k: ArrayLike, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None) -> tuple[jax.Array, jax.Array]: ...
+
+    @overload
+    def __call__(self, q: ArrayLike, k: None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int, num_kv_heads: int, q_start: int = 0,
+                 k_start: int, v_start: None = None) -> tuple[jax.Array, jax.Array]: ...
+
+    @overload
+    def __call__(self, q: ArrayLike, k: None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int, num_kv_heads: int, q_start: int = 0,
+                 k_start: int, v_start: int) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
     @linen.compact
-    def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None, **columns):
+    def __call__(self, q: ArrayLike, k: ArrayLike | None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int | None = None, num_kv_heads: int | None = None,
+                 q_start: int = 0, k_start: int | None = None, v_start: int | None = None,
+                 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
         if k is None and self.head_dim is None:
             raise ValueError("QKNormRope: `head_dim` is None, but a fused projection's shape does not tell how wide a head is: give the field.")
         width = jnp.shape(q)[-1] if self.head_dim is None else self.head_dim
         init = common.initial_scale(self.scale_init, self.scale_offset)
         scales = [_Scale(init, self.param_dtype, name=name)(width) for name in ("q_norm", "k_norm")]
-        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis, columns)
+        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis, num_heads=num_heads, num_kv_heads=num_kv_heads,
+                              q_start=q_start, k_start=k_start, v_start=v_start)

@@ -1,9 +1,16 @@
 """Flax nnx modules over the ops."""
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jax.nn.initializers import Initializer
+from jax.typing import ArrayLike, DTypeLike
 
+from ..core.types import Activation, Implementation, Placement, Rounding, Style
 from ..ops.add_rms_norm import add_rms_norm
 from ..ops.matmul_partial_rms_norm import matmul_partial_rms_norm
 from ..ops.rms_norm import rms_norm
@@ -27,14 +34,21 @@ class RMSNorm(nnx.RMSNorm):
         dtype=jnp.bfloat16 to stay in bfloat16. The scale is used in its own dtype, with multiply_before_cast=False rounded to x's.
     """
 
-    def __init__(self, num_features, *, scale_init=None, scale_offset=0.0, multiply_before_cast=True, implementation=None,
-                 rngs, **flax_options):
-        super().__init__(num_features, scale_init=common.initial_scale(scale_init, scale_offset), rngs=rngs, **flax_options)
+    def __init__(self, num_features: int, *, epsilon: float = 1e-6, dtype: DTypeLike | None = None, param_dtype: DTypeLike = jnp.float32,
+                 use_scale: bool = True, scale_init: Initializer | None = None, scale_offset: float = 0.0, multiply_before_cast: bool = True,
+                 implementation: Implementation | None = None, reduction_axes: int | Sequence[int] = -1, feature_axes: int | Sequence[int] = -1,
+                 axis_name: str | None = None, axis_index_groups: Any = None, use_fast_variance: bool = True,
+                 promote_dtype: Callable[..., Any] = dtypes.promote_dtype, rngs: nnx.Rngs,
+                 scale_metadata: Mapping[str, Any] | None = None) -> None:
+        super().__init__(num_features, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, use_scale=use_scale,
+                         scale_init=common.initial_scale(scale_init, scale_offset), reduction_axes=reduction_axes, feature_axes=feature_axes,
+                         axis_name=axis_name, axis_index_groups=axis_index_groups, use_fast_variance=use_fast_variance,
+                         promote_dtype=promote_dtype, rngs=rngs, scale_metadata=scale_metadata or {})
         self.scale_offset = scale_offset
         self.multiply_before_cast = multiply_before_cast
         self.implementation = common.checked_implementation(self, implementation)
 
-    def __call__(self, x, mask=None):
+    def __call__(self, x: ArrayLike, mask: jax.Array | None = None) -> jax.Array:
         if not common.has_kernel(self, x, mask) or self.promote_dtype is not dtypes.promote_dtype:
             common.check_flax_path(self)
             return super().__call__(x, mask)
@@ -47,8 +61,10 @@ class RMSNorm(nnx.RMSNorm):
 class _ResidualNorm(nnx.Module):
     """A scale, and the options that the norms with a residual share."""
 
-    def __init__(self, num_features, *, epsilon=1e-6, dtype=None, param_dtype=jnp.float32, use_scale=True, scale_init=None,
-                 scale_offset=0.0, multiply_before_cast=True, implementation=None, rngs, scale_metadata=None):
+    def __init__(self, num_features: int, *, epsilon: float = 1e-6, dtype: DTypeLike | None = None,
+                 param_dtype: DTypeLike = jnp.float32, use_scale: bool = True, scale_init: Initializer | None = None, scale_offset: float = 0.0,
+                 multiply_before_cast: bool = True, implementation: Implementation | None = None, rngs: nnx.Rngs,
+                 scale_metadata: Mapping[str, Any] | None = None) -> None:
         self.num_features, self.dtype, self.param_dtype, self.use_scale = num_features, dtype, param_dtype, use_scale
         if use_scale:
             init = common.initial_scale(scale_init, scale_offset)
@@ -81,11 +97,17 @@ class AddRMSNorm(_ResidualNorm):
       rngs: the key of the initializer.
     """
 
-    def __init__(self, num_features, *, sum_rounding="float32", return_sum=True, rngs, **options):
-        super().__init__(num_features, rngs=rngs, **options)
+    def __init__(self, num_features: int, *, sum_rounding: Rounding = "float32", return_sum: bool = True,
+                 epsilon: float = 1e-6, dtype: DTypeLike | None = None,
+                 param_dtype: DTypeLike = jnp.float32, use_scale: bool = True, scale_init: Initializer | None = None, scale_offset: float = 0.0,
+                 multiply_before_cast: bool = True, implementation: Implementation | None = None, rngs: nnx.Rngs,
+                 scale_metadata: Mapping[str, Any] | None = None) -> None:
+        super().__init__(num_features, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, use_scale=use_scale, scale_init=scale_init,
+                         scale_offset=scale_offset, multiply_before_cast=multiply_before_cast, implementation=implementation, rngs=rngs,
+                         scale_metadata=scale_metadata)
         self.sum_rounding, self.return_sum = sum_rounding, return_sum
 
-    def __call__(self, x, residual):
+    def __call__(self, x: ArrayLike, residual: ArrayLike) -> Any:  # a pair, or with return_sum=False an array
         return self._apply(add_rms_norm, x, residual, sum_rounding=self.sum_rounding, return_sum=self.return_sum)
 
 
@@ -103,9 +125,11 @@ class MatmulPartialRMSNorm(nnx.Module):
       rngs: the keys of the initializers.
     """
 
-    def __init__(self, in_features, out_features, num_normed, *, epsilon=1e-6, dtype=None, param_dtype=jnp.float32,
-                 kernel_init=common.default_kernel_init, scale_init=None, scale_offset=0.0, multiply_before_cast=True, implementation=None, rngs,
-                 kernel_metadata=None, scale_metadata=None):
+    def __init__(self, in_features: int, out_features: int, num_normed: int, *, epsilon: float = 1e-6, dtype: DTypeLike | None = None,
+                 param_dtype: DTypeLike = jnp.float32, kernel_init: Initializer = common.default_kernel_init,
+                 scale_init: Initializer | None = None, scale_offset: float = 0.0, multiply_before_cast: bool = True,
+                 implementation: Implementation | None = None, rngs: nnx.Rngs, kernel_metadata: Mapping[str, Any] | None = None,
+                 scale_metadata: Mapping[str, Any] | None = None) -> None:
         self.in_features, self.out_features, self.num_normed = in_features, out_features, num_normed
         self.dtype, self.param_dtype = dtype, param_dtype
         self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype), **(kernel_metadata or {}))
@@ -114,7 +138,7 @@ class MatmulPartialRMSNorm(nnx.Module):
         self.epsilon, self.scale_offset, self.multiply_before_cast = epsilon, scale_offset, multiply_before_cast
         self.implementation = common.checked_implementation(self, implementation)
 
-    def __call__(self, x):
+    def __call__(self, x: ArrayLike) -> tuple[jax.Array, jax.Array]:
         scale = self.scale[...]
         x, kernel = common.promote(self.dtype, scale, x, self.kernel[...])
         return matmul_partial_rms_norm(x, kernel, scale, epsilon=self.epsilon, scale_offset=self.scale_offset, transpose_b=False,
@@ -129,11 +153,16 @@ class RMSNormAdd(_ResidualNorm):
       the rest: as in AddRMSNorm.
     """
 
-    def __init__(self, num_features, *, norm_rounding="float32", rngs, **options):
-        super().__init__(num_features, rngs=rngs, **options)
+    def __init__(self, num_features: int, *, norm_rounding: Rounding = "float32", epsilon: float = 1e-6, dtype: DTypeLike | None = None,
+                 param_dtype: DTypeLike = jnp.float32, use_scale: bool = True, scale_init: Initializer | None = None, scale_offset: float = 0.0,
+                 multiply_before_cast: bool = True, implementation: Implementation | None = None, rngs: nnx.Rngs,
+                 scale_metadata: Mapping[str, Any] | None = None) -> None:
+        super().__init__(num_features, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, use_scale=use_scale, scale_init=scale_init,
+                         scale_offset=scale_offset, multiply_before_cast=multiply_before_cast, implementation=implementation, rngs=rngs,
+                         scale_metadata=scale_metadata)
         self.norm_rounding = norm_rounding
 
-    def __call__(self, x, residual):
+    def __call__(self, x: ArrayLike, residual: ArrayLike) -> jax.Array:
         return self._apply(rms_norm_add, x, residual, norm_rounding=self.norm_rounding)
 
 
@@ -147,16 +176,17 @@ class GatedGroupRMSNorm(nnx.Module):
       param_dtype, scale_init, scale_metadata, rngs: as in AddRMSNorm.
     """
 
-    def __init__(self, num_features, *, group_size=None, epsilon=1e-5, norm_before_gate=False, gate_start=None, activation="silu",
-                 rounding="storage", dtype=None, param_dtype=jnp.float32, implementation=None, scale_init=common.ONES, rngs,
-                 scale_metadata=None):
+    def __init__(self, num_features: int, *, group_size: int | None = None, epsilon: float = 1e-5, norm_before_gate: bool = False,
+                 gate_start: int | None = None, activation: Activation = "silu", rounding: Rounding = "storage",
+                 dtype: DTypeLike | None = None, param_dtype: DTypeLike = jnp.float32, implementation: Implementation | None = None,
+                 scale_init: Initializer = common.ONES, rngs: nnx.Rngs, scale_metadata: Mapping[str, Any] | None = None) -> None:
         self.num_features, self.group_size, self.epsilon, self.norm_before_gate = num_features, group_size, epsilon, norm_before_gate
         self.gate_start, self.activation, self.rounding = gate_start, activation, rounding
         self.dtype, self.param_dtype = dtype, param_dtype
         self.implementation = common.checked_implementation(self, implementation)
         self.scale = nnx.Param(scale_init(rngs.params(), (num_features,), param_dtype), **(scale_metadata or {}))
 
-    def __call__(self, y, gate):
+    def __call__(self, y: ArrayLike, gate: ArrayLike) -> jax.Array:
         return common.gated(self, self.scale[...], y, gate)
 
 
@@ -186,9 +216,11 @@ class QKNormRope(nnx.Module):
     a fused projection [..., T, W], None, positions and num_heads, num_kv_heads, q_start, k_start and v_start.
     """
 
-    def __init__(self, head_dim, *, theta=10000.0, rope_dim=None, style="neox", placement="prefix", epsilon=1e-6, scale_offset=0.0,
-                 multiply_before_cast=True, round_before_rope=None, dtype=None, param_dtype=jnp.float32, scale_init=None, implementation=None,
-                 rngs, scale_metadata=None):
+    def __init__(self, head_dim: int, *, theta: float = 10000.0, rope_dim: int | None = None, style: Style = "neox",
+                 placement: Placement = "prefix", epsilon: float = 1e-6, scale_offset: float = 0.0, multiply_before_cast: bool = True,
+                 round_before_rope: bool | None = None, dtype: DTypeLike | None = None, param_dtype: DTypeLike = jnp.float32,
+                 scale_init: Initializer | None = None, implementation: Implementation | None = None, rngs: nnx.Rngs,
+                 scale_metadata: Mapping[str, Any] | None = None) -> None:
         init = common.initial_scale(scale_init, scale_offset)
         self.q_norm = _Scale(head_dim, init, param_dtype, rngs, scale_metadata)
         self.k_norm = _Scale(head_dim, init, param_dtype, rngs, scale_metadata)
@@ -198,6 +230,24 @@ class QKNormRope(nnx.Module):
         self.round_before_rope = round_before_rope
         self.implementation = common.checked_implementation(self, implementation)
 
-    def __call__(self, q, k, positions, *, freq_factors=None, freqs_cis=None, **columns):
+    @overload
+    def __call__(self, q: ArrayLike, k: ArrayLike, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None) -> tuple[jax.Array, jax.Array]: ...
+
+    @overload
+    def __call__(self, q: ArrayLike, k: None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int, num_kv_heads: int, q_start: int = 0,
+                 k_start: int, v_start: None = None) -> tuple[jax.Array, jax.Array]: ...
+
+    @overload
+    def __call__(self, q: ArrayLike, k: None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int, num_kv_heads: int, q_start: int = 0,
+                 k_start: int, v_start: int) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
+    def __call__(self, q: ArrayLike, k: ArrayLike | None, positions: ArrayLike | None, *, freq_factors: ArrayLike | None = None,
+                 freqs_cis: ArrayLike | None = None, num_heads: int | None = None, num_kv_heads: int | None = None,
+                 q_start: int = 0, k_start: int | None = None, v_start: int | None = None,
+                 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
         scales = self.q_norm.scale[...], self.k_norm.scale[...]
-        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis, columns)
+        return common.rotated(self, scales, q, k, positions, freq_factors, freqs_cis, num_heads=num_heads, num_kv_heads=num_kv_heads,
+                              q_start=q_start, k_start=k_start, v_start=v_start)

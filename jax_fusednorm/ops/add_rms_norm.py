@@ -2,18 +2,40 @@
 
 import dataclasses
 import functools
+from typing import Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ..core import checks, sharding
 from ..core.numerics import compute_dtype, last_mean, rounded
 from ..core.primitive import Op
+from ..core.types import Implementation, Rounding
 from . import norm_derivative, rms_norm as _rms_norm
 
 
-def add_rms_norm(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True,
-                 sum_rounding="float32", return_sum=True, implementation=None):
+@overload
+def add_rms_norm(x: ArrayLike, residual: ArrayLike, scale: ArrayLike | None = None, *, epsilon: float = 1e-6, scale_offset: float = 0.0,
+                 multiply_before_cast: bool = True, sum_rounding: Rounding = "float32", return_sum: Literal[True] = True,
+                 implementation: Implementation | None = None) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def add_rms_norm(x: ArrayLike, residual: ArrayLike, scale: ArrayLike | None = None, *, epsilon: float = 1e-6, scale_offset: float = 0.0,
+                 multiply_before_cast: bool = True, sum_rounding: Rounding = "float32", return_sum: Literal[False],
+                 implementation: Implementation | None = None) -> jax.Array: ...
+
+
+@overload
+def add_rms_norm(x: ArrayLike, residual: ArrayLike, scale: ArrayLike | None = None, *, epsilon: float = 1e-6, scale_offset: float = 0.0,
+                 multiply_before_cast: bool = True, sum_rounding: Rounding = "float32", return_sum: bool,
+                 implementation: Implementation | None = None) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+def add_rms_norm(x: ArrayLike, residual: ArrayLike, scale: ArrayLike | None = None, *, epsilon: float = 1e-6, scale_offset: float = 0.0,
+                 multiply_before_cast: bool = True, sum_rounding: Rounding = "float32", return_sum: bool = True,
+                 implementation: Implementation | None = None) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The sum of two activations, and its root-mean-square normalization.
 
     Equivalent to, with everything in float32 (float64 for float64 `x`)::
@@ -47,7 +69,7 @@ def add_rms_norm(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, mul
     scale = checks.scale(op, "scale", scale, x.shape[-1])
     spec = _rms_norm.make_spec(
         Spec, op, scale, epsilon, scale_offset, multiply_before_cast, implementation,
-        sum_rounding=checks.option(op, "sum_rounding", sum_rounding, ("float32", "storage")),
+        sum_rounding=checks.option(op, "sum_rounding", sum_rounding, get_args(Rounding)),
         return_sum=checks.flag(op, "return_sum", return_sum))
     out = ADD_RMS_NORM.bind(x, residual, scale, spec=spec)
     return tuple(out) if spec.return_sum else out[0]

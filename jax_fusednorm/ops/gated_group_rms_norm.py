@@ -2,18 +2,23 @@
 
 import dataclasses
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from ..core import checks, lowering, sharding
 from ..core.numerics import compute_dtype, last_mean, rounded
 from ..core.primitive import Op
+from ..core.types import Activation, Implementation, Rounding
 from . import norm_derivative
 
 
-def gated_group_rms_norm(y, gate, scale, *, group_size=None, epsilon=1e-5, norm_before_gate=False, gate_start=None,
-                         activation="silu", rounding="storage", out_dtype=None, implementation=None):
+def gated_group_rms_norm(y: ArrayLike, gate: ArrayLike, scale: ArrayLike, *, group_size: int | None = None, epsilon: float = 1e-5,
+                         norm_before_gate: bool = False, gate_start: int | None = None, activation: Activation = "silu",
+                         rounding: Rounding = "storage", out_dtype: DTypeLike | None = None,
+                         implementation: Implementation | None = None) -> jax.Array:
     """The root-mean-square normalization of each group of channels, gated (the tail of a Mamba-2 mixer and of its relatives).
 
     Equivalent to, with everything in float32 (float64 for float64 `y`)::
@@ -63,7 +68,7 @@ def gated_group_rms_norm(y, gate, scale, *, group_size=None, epsilon=1e-5, norm_
         norm_before_gate=checks.flag(op, "norm_before_gate", norm_before_gate),
         gate_start=gate_start,
         activation=checks.option(op, "activation", activation, tuple(ACTIVATIONS)),
-        rounding=checks.option(op, "rounding", rounding, ("storage", "float32")),
+        rounding=checks.option(op, "rounding", rounding, get_args(Rounding)),
         out_dtype=checks.float_dtype(op, "out_dtype", y.dtype if out_dtype is None else out_dtype),
         implementation=lowering.requested(op, implementation))
     groups = width // size

@@ -1,24 +1,46 @@
 """RMSNorm of every attention head, then its rotary position embedding."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import get_args, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ..core import checks, rope, sharding
 from ..core.numerics import compute_dtype, constant, last_mean, rounded
 from ..core.primitive import Op
+from ..core.types import Copy, Implementation, Layout, Placement, Style
 from . import head_derivative
 from . import rms_norm as _rms_norm
 
-STYLES = ("neox", "interleaved", "proportional")
-LAYOUTS = ("token_major", "head_major")
+STYLES = get_args(Style)
+LAYOUTS = get_args(Layout)
 
 
-def head_rms_norm_rope(x, scale, positions, *, theta=10000.0, rope_dim=None, style="neox", placement="prefix", freq_factors=None,
-                       freqs_cis=None, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True, round_before_rope=None, copies=(),
-                       implementation=None):
+@overload
+def head_rms_norm_rope(x: ArrayLike, scale: ArrayLike | None, positions: ArrayLike | None, *,
+                       theta: float = 10000.0, rope_dim: int | None = None, style: Style = "neox",
+                       placement: Placement = "prefix", freq_factors: ArrayLike | None = None, freqs_cis: ArrayLike | None = None,
+                       epsilon: float = 1e-6, scale_offset: float = 0.0, multiply_before_cast: bool = True, round_before_rope: bool | None = None,
+                       copies: tuple[()] = (), implementation: Implementation | None = None) -> jax.Array: ...
+
+
+@overload
+def head_rms_norm_rope(x: ArrayLike, scale: ArrayLike | None, positions: ArrayLike | None, *,
+                       theta: float = 10000.0, rope_dim: int | None = None, style: Style = "neox",
+                       placement: Placement = "prefix", freq_factors: ArrayLike | None = None, freqs_cis: ArrayLike | None = None,
+                       epsilon: float = 1e-6, scale_offset: float = 0.0, multiply_before_cast: bool = True, round_before_rope: bool | None = None,
+                       copies: Sequence[Copy], implementation: Implementation | None = None) -> tuple[jax.Array, ...]: ...
+
+
+def head_rms_norm_rope(x: ArrayLike, scale: ArrayLike | None, positions: ArrayLike | None, *,
+                       theta: float = 10000.0, rope_dim: int | None = None, style: Style = "neox",
+                       placement: Placement = "prefix", freq_factors: ArrayLike | None = None, freqs_cis: ArrayLike | None = None,
+                       epsilon: float = 1e-6, scale_offset: float = 0.0, multiply_before_cast: bool = True, round_before_rope: bool | None = None,
+                       copies: Sequence[Copy] = (), implementation: Implementation | None = None) -> jax.Array | tuple[jax.Array, ...]:
     """Root-mean-square normalization of every head, then the rotation of its channels by the token's position.
 
     Equivalent to, with everything in float32 (float64 for float64 `x`), for the default style and placement::
@@ -90,7 +112,7 @@ class Spec(Rotation):
 def make_options(op, width, theta, rope_dim, style, placement, freq_factors, freqs_cis, multiply_before_cast, round_before_rope):
     """(the fields of Rotation, the frequencies operand), checked."""
     checks.option(op, "style", style, STYLES)
-    checks.option(op, "placement", placement, ("prefix", "suffix"))
+    checks.option(op, "placement", placement, get_args(Placement))
     if style == "proportional" and placement == "suffix":
         checks.fail(op, "placement", "'suffix'", "style 'proportional' rotates the first pairs: leave it 'prefix'")
     if round_before_rope is None:

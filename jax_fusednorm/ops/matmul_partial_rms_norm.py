@@ -6,15 +6,18 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
+from jax.typing import ArrayLike
 
 from ..core import checks, sharding
 from ..core.numerics import compute_dtype, last_mean, rounded
 from ..core.primitive import Op
+from ..core.types import Implementation
 from . import rms_norm as _rms_norm
 
 
-def matmul_partial_rms_norm(x, weight, scale, *, epsilon=1e-6, scale_offset=0.0, transpose_b=True, multiply_before_cast=True,
-                            implementation=None):
+def matmul_partial_rms_norm(x: ArrayLike, weight: ArrayLike, scale: ArrayLike, *, epsilon: float = 1e-6, scale_offset: float = 0.0,
+                            transpose_b: bool = True, multiply_before_cast: bool = True,
+                            implementation: Implementation | None = None) -> tuple[jax.Array, jax.Array]:
     """The product of activations and a weight, its first outputs normalized by their root mean square (the fused down-projection
     of queries, keys and values in multi-head latent attention).
 

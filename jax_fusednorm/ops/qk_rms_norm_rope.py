@@ -2,21 +2,54 @@
 
 import dataclasses
 import math
+from typing import overload
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ..core import checks, rope, sharding
 from ..core.numerics import compute_dtype, last_mean
 from ..core.primitive import Op
+from ..core.types import Implementation, Placement, Style
 from . import head_derivative
 from . import head_rms_norm_rope as _heads
 from . import rms_norm as _rms_norm
 
 
-def qk_rms_norm_rope(q, k, q_scale, k_scale, positions, *, num_heads=None, num_kv_heads=None, q_start=0, k_start=None, v_start=None,
-                     theta=10000.0, rope_dim=None, style="neox", placement="prefix", freq_factors=None, freqs_cis=None, epsilon=1e-6,
-                     scale_offset=0.0, multiply_before_cast=True, round_before_rope=None, implementation=None):
+@overload
+def qk_rms_norm_rope(q: ArrayLike, k: ArrayLike, q_scale: ArrayLike | None, k_scale: ArrayLike | None, positions: ArrayLike | None, *,
+                     theta: float = 10000.0, rope_dim: int | None = None, style: Style = "neox", placement: Placement = "prefix",
+                     freq_factors: ArrayLike | None = None, freqs_cis: ArrayLike | None = None, epsilon: float = 1e-6, scale_offset: float = 0.0,
+                     multiply_before_cast: bool = True, round_before_rope: bool | None = None,
+                     implementation: Implementation | None = None) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def qk_rms_norm_rope(q: ArrayLike, k: None, q_scale: ArrayLike | None, k_scale: ArrayLike | None, positions: ArrayLike | None, *,
+                     num_heads: int, num_kv_heads: int, q_start: int = 0, k_start: int, v_start: None = None,
+                     theta: float = 10000.0, rope_dim: int | None = None, style: Style = "neox", placement: Placement = "prefix",
+                     freq_factors: ArrayLike | None = None, freqs_cis: ArrayLike | None = None, epsilon: float = 1e-6, scale_offset: float = 0.0,
+                     multiply_before_cast: bool = True, round_before_rope: bool | None = None,
+                     implementation: Implementation | None = None) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def qk_rms_norm_rope(q: ArrayLike, k: None, q_scale: ArrayLike | None, k_scale: ArrayLike | None, positions: ArrayLike | None, *,
+                     num_heads: int, num_kv_heads: int, q_start: int = 0, k_start: int, v_start: int,
+                     theta: float = 10000.0, rope_dim: int | None = None, style: Style = "neox", placement: Placement = "prefix",
+                     freq_factors: ArrayLike | None = None, freqs_cis: ArrayLike | None = None, epsilon: float = 1e-6, scale_offset: float = 0.0,
+                     multiply_before_cast: bool = True, round_before_rope: bool | None = None,
+                     implementation: Implementation | None = None) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
+
+def qk_rms_norm_rope(q: ArrayLike, k: ArrayLike | None, q_scale: ArrayLike | None, k_scale: ArrayLike | None, positions: ArrayLike | None, *,
+                     num_heads: int | None = None, num_kv_heads: int | None = None, q_start: int = 0, k_start: int | None = None,
+                     v_start: int | None = None,
+                     theta: float = 10000.0, rope_dim: int | None = None, style: Style = "neox", placement: Placement = "prefix",
+                     freq_factors: ArrayLike | None = None, freqs_cis: ArrayLike | None = None, epsilon: float = 1e-6, scale_offset: float = 0.0,
+                     multiply_before_cast: bool = True, round_before_rope: bool | None = None,
+                     implementation: Implementation | None = None) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
     """`head_rms_norm_rope` of queries and of keys, with one computation of the angles.
 
     Equivalent to::

@@ -2,23 +2,29 @@
 
 import dataclasses
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ..core import checks, lowering, paged, rope, selfcheck, sharding
 from ..core.numerics import compute_dtype, constant, last_mean
 from ..core.primitive import Op
+from ..core.types import Implementation, PagedStyle, Placement
 from . import head_rms_norm_rope as _heads
 from . import rms_norm as _rms_norm
 
-STYLES = ("neox", "interleaved")
+STYLES = get_args(PagedStyle)
 
 
-def qk_rms_norm_rope_paged(q, cache, q_scale, k_scale, freqs_cis, input_row_offsets, *, layer, k=None, v=None, num_heads=None, q_start=0,
-                           k_start=None, v_start=None, style="neox", placement="prefix", epsilon=1e-6, scale_offset=0.0,
-                           multiply_before_cast=True, round_before_rope=True, implementation=None):
+def qk_rms_norm_rope_paged(q: ArrayLike, cache: paged.PagedKVCache, q_scale: ArrayLike | None, k_scale: ArrayLike | None,
+                           freqs_cis: ArrayLike, input_row_offsets: ArrayLike, *, layer: ArrayLike, k: ArrayLike | None = None,
+                           v: ArrayLike | None = None, num_heads: int | None = None, q_start: int = 0, k_start: int | None = None,
+                           v_start: int | None = None, style: PagedStyle = "neox", placement: Placement = "prefix", epsilon: float = 1e-6,
+                           scale_offset: float = 0.0, multiply_before_cast: bool = True, round_before_rope: bool = True,
+                           implementation: Implementation | None = None) -> tuple[jax.Array, paged.PagedKVCache]:
     """`qk_rms_norm_rope` of the T new tokens of B sequences laid end to end, whose keys are kept in a paged cache.
 
     Equivalent to, for token t of sequence b, input_row_offsets[b] <= t < input_row_offsets[b + 1]::

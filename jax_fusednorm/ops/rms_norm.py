@@ -4,14 +4,17 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ..core import checks, lowering
 from ..core.numerics import compute_dtype, last_mean, rounded
 from ..core.primitive import Op
+from ..core.types import Implementation
 from . import norm_derivative
 
 
-def rms_norm(x, scale=None, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True, implementation=None):
+def rms_norm(x: ArrayLike, scale: ArrayLike | None = None, *, epsilon: float = 1e-6, scale_offset: float = 0.0,
+             multiply_before_cast: bool = True, implementation: Implementation | None = None) -> jax.Array:
     """Root-mean-square normalization of the last axis.
 
     Equivalent to, with everything in float32 (float64 for float64 `x`)::

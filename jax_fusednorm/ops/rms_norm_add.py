@@ -1,17 +1,20 @@
 """RMSNorm and the addition of its residual."""
 
 import dataclasses
+from typing import get_args
 
 import jax
+from jax.typing import ArrayLike
 
 from ..core import checks, sharding
 from ..core.numerics import compute_dtype, last_mean, rounded
 from ..core.primitive import Op
+from ..core.types import Implementation, Rounding
 from . import rms_norm as _rms_norm
 
 
-def rms_norm_add(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, multiply_before_cast=True,
-                 norm_rounding="float32", implementation=None):
+def rms_norm_add(x: ArrayLike, residual: ArrayLike, scale: ArrayLike | None = None, *, epsilon: float = 1e-6, scale_offset: float = 0.0,
+                 multiply_before_cast: bool = True, norm_rounding: Rounding = "float32", implementation: Implementation | None = None) -> jax.Array:
     """The root-mean-square normalization of a branch, added to the residual stream (the post-norms of the Gemma family).
 
     Equivalent to, with everything in float32 (float64 for float64 `x`)::
@@ -43,7 +46,7 @@ def rms_norm_add(x, residual, scale=None, *, epsilon=1e-6, scale_offset=0.0, mul
     residual = checks.like(op, "residual", residual, "x", x)
     scale = checks.scale(op, "scale", scale, x.shape[-1])
     spec = _rms_norm.make_spec(Spec, op, scale, epsilon, scale_offset, multiply_before_cast, implementation,
-                               norm_rounding=checks.option(op, "norm_rounding", norm_rounding, ("float32", "storage")))
+                               norm_rounding=checks.option(op, "norm_rounding", norm_rounding, get_args(Rounding)))
     return RMS_NORM_ADD.bind(x, residual, scale, spec=spec)[0]
 
 
