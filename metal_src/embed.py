@@ -1,9 +1,10 @@
-"""The text that Metal's compiler gets, assembled in one way for the launcher, the stand-in driver and the checks.
+"""The text that a GPU's compiler gets, assembled in one way for the launchers, the stand-in driver and the checks.
 
-    python embed.py HEADER    writes every kernel's text into a C header: kernel_texts[], pairs of (kernel, text), a null one at the end
+    python embed.py HEADER [cuda]    writes every kernel's text, for Metal or for CUDA, into a C header: kernel_texts[], pairs of
+                                     (kernel, text), a null one at the end
 
-A text is compat/metal.h and one file of kernels/, in which each #include "..." of ours stands replaced by that file, once. #line marks
-keep the names and lines of the files, so that a compiler's message says where to look. `#include <metal_stdlib>` stays.
+A text is compat/metal.h, or compat/cuda.h, and one file of kernels/, in which each #include "..." of ours stands replaced by that file, once.
+#line marks keep the names and lines of the files, so that a compiler's message says where to look. `#include <metal_stdlib>` stays.
 """
 
 import pathlib
@@ -16,10 +17,10 @@ INCLUDE = re.compile(r'#include "(.+)"')
 KERNEL = re.compile(r"^kernel void (\w+)\(", re.M)
 
 
-def assemble(path):
+def assemble(path, compiler="metal"):
     """The whole text of one kernel file."""
     seen = set()
-    return "".join(line for part in (ROOT / "compat" / "metal.h", path) for line in _inlined(part, seen))
+    return "".join(line for part in (ROOT / "compat" / f"{compiler}.h", path) for line in _inlined(part, seen))
 
 
 def _inlined(path, seen):
@@ -43,11 +44,11 @@ def kernels(text):
     return KERNEL.findall(text)
 
 
-def header():
-    parts = ["// Made by embed.py. The text of every kernel, as Metal's compiler gets it.\n"]
+def header(compiler="metal"):
+    parts = ["// Made by embed.py. The text of every kernel, as its compiler gets it.\n"]
     rows = []
     for path in FILES:
-        text = assemble(path)
+        text = assemble(path, compiler)
         lines = (line.replace("\\", "\\\\").replace('"', '\\"') for line in text.splitlines())
         parts.append(f"static const char text_{path.stem}[] =\n" + "\n".join(f'    "{line}\\n"' for line in lines) + ";\n")
         rows += [f'    {{"{kernel}", text_{path.stem}}},\n' for kernel in kernels(text)]
@@ -56,4 +57,4 @@ def header():
 
 
 if __name__ == "__main__":
-    pathlib.Path(sys.argv[1]).write_text(header(), encoding="utf-8")
+    pathlib.Path(sys.argv[1]).write_text(header(*sys.argv[2:]), encoding="utf-8")

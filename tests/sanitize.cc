@@ -1,6 +1,6 @@
-// sanitize LIBRARY CALLS: makes every custom call of a list, twice, as XLA would, on arrays of their own. sanitize.py writes the list, one
-// call a line: the handler, then in:DTYPE:SHAPE: and out:DTYPE:SHAPE:[the operand whose memory it is], and attr:NAME:TYPE:VALUE by name.
-// Integers are small the first time, and the second time whatever a 32-bit integer can be. Results start as NaN, and none may be left.
+// sanitize LIBRARY CALLS NVRTC CACHE: makes every custom call of a list, twice, as XLA would, on arrays of their own. sanitize.py writes the
+// list, one call a line as launch/cuda/frame.h reads it, and says where the library finds NVRTC and the kernels compiled so far. Integers are
+// small the first time, and the second time whatever a 32-bit integer can be. Results start as NaN, and none may be left.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -15,11 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "xla/ffi/api/c_api.h"
-
-struct XLA_FFI_Error {
-  std::string message;
-};
+#include "launch/cuda/frame.h"
 
 namespace {
 
@@ -32,86 +28,8 @@ void expect(const std::string& call, cudaError_t error) {
   if (error != cudaSuccess) fail(call, cudaGetErrorString(error));
 }
 
-struct Dtype {
-  const char* name;
-  XLA_FFI_DataType code;
-  size_t bytes;
-};
-constexpr Dtype dtypes[] = {{"f32", XLA_FFI_DataType_F32, 4}, {"bf16", XLA_FFI_DataType_BF16, 2}, {"f16", XLA_FFI_DataType_F16, 2},
-                            {"i32", XLA_FFI_DataType_S32, 4}, {"ui32", XLA_FFI_DataType_U32, 4}, {"i64", XLA_FFI_DataType_S64, 8},
-                            {"i1", XLA_FFI_DataType_PRED, 1}};
-
-const Dtype& dtype_of(const std::string& name) {
-  for (const Dtype& dtype : dtypes)
-    if (name == dtype.name) return dtype;
-  fail(name, "is no dtype of this program");
-}
-
-struct Array {
-  const Dtype* dtype;
-  std::vector<int64_t> dims;
-  size_t bytes;
-  int alias = -1;  // the operand whose memory it is
-  void* data = nullptr;
-  XLA_FFI_Buffer buffer{};
-
-  XLA_FFI_Buffer* described() {
-    buffer = {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, dtype->code, data, int64_t(dims.size()), dims.data()};
-    return &buffer;
-  }
-};
-
-struct Attribute {
-  std::string name;
-  XLA_FFI_ByteSpan span{};
-  XLA_FFI_Scalar scalar{};
-  union {
-    bool b;
-    int32_t i;
-    int64_t l;
-    float f;
-  } value;
-};
-
-struct Call {
-  std::string handler;
-  std::vector<std::unique_ptr<Array>> in, out;
-  std::vector<std::unique_ptr<Attribute>> attributes;
-};
-
-Call parse(const std::string& line) {
-  Call call;
-  std::istringstream words(line);
-  words >> call.handler;
-  for (std::string word; words >> word;) {
-    std::string part[4], dim;
-    std::istringstream parts(word);
-    for (std::string& p : part) std::getline(parts, p, ':');
-    if (part[0] == "attr") {
-      auto a = std::make_unique<Attribute>();
-      a->name = part[1];
-      a->span = {a->name.data(), a->name.size()};
-      a->scalar = {dtype_of(part[2]).code, &a->value};
-      if (part[2] == "i1") a->value.b = part[3] == "true";
-      else if (part[2] == "f32") a->value.f = std::stof(part[3]);
-      else if (part[2] == "i32") a->value.i = std::stoi(part[3]);
-      else a->value.l = std::stoll(part[3]);
-      call.attributes.push_back(std::move(a));
-      continue;
-    }
-    auto array = std::make_unique<Array>();
-    array->dtype = &dtype_of(part[1]);
-    array->bytes = array->dtype->bytes;
-    if (array->bytes != 2 && array->bytes != 4) fail(line, "arrays here have elements of 2 or 4 bytes");
-    for (std::istringstream shape(part[2]); std::getline(shape, dim, 'x');) {
-      array->dims.push_back(std::stoll(dim));
-      array->bytes *= array->dims.back();
-    }
-    if (!part[3].empty()) array->alias = std::stoi(part[3]);
-    (part[0] == "in" ? call.in : call.out).push_back(std::move(array));
-  }
-  return call;
-}
+using frame::Array;
+using frame::Call;
 
 std::vector<unsigned char> drawn(const Array& array, bool any_integer, std::mt19937& random) {
   std::vector<unsigned char> bytes(array.bytes);
@@ -140,12 +58,6 @@ void* allocated(const std::string& call, size_t bytes) {
   return data;
 }
 
-XLA_FFI_Error* create(XLA_FFI_Error_Create_Args* args) { return new XLA_FFI_Error{args->message}; }
-XLA_FFI_Error* stream_of(XLA_FFI_Stream_Get_Args* args) {
-  args->stream = nullptr;
-  return nullptr;
-}
-
 void make(const std::string& line, Call& call, XLA_FFI_Handler* handler, bool any_integer, std::mt19937& random) {
   for (auto& array : call.in) {
     const std::vector<unsigned char> values = drawn(*array, any_integer, random);
@@ -157,27 +69,7 @@ void make(const std::string& line, Call& call, XLA_FFI_Handler* handler, bool an
     if (array->alias < 0) expect(line, cudaMemset(array->data, 0xff, array->bytes));
   }
 
-  std::vector<XLA_FFI_ArgType> arg_types(call.in.size(), XLA_FFI_ArgType_BUFFER);
-  std::vector<XLA_FFI_RetType> ret_types(call.out.size(), XLA_FFI_RetType_BUFFER);
-  std::vector<XLA_FFI_AttrType> attribute_types(call.attributes.size(), XLA_FFI_AttrType_SCALAR);
-  std::vector<void*> args, rets, attributes;
-  std::vector<XLA_FFI_ByteSpan*> names;
-  for (auto& array : call.in) args.push_back(array->described());
-  for (auto& array : call.out) rets.push_back(array->described());
-  for (auto& a : call.attributes) names.push_back(&a->span), attributes.push_back(&a->scalar);
-  XLA_FFI_Api api{};
-  api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
-  api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
-  api.XLA_FFI_Error_Create = create;
-  api.XLA_FFI_Stream_Get = stream_of;
-  XLA_FFI_CallFrame frame{};
-  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
-  frame.api = &api;
-  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
-  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, int64_t(args.size()), arg_types.data(), args.data()};
-  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, int64_t(rets.size()), ret_types.data(), rets.data()};
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, int64_t(names.size()), attribute_types.data(), names.data(), attributes.data()};
-  if (const XLA_FFI_Error* error = handler(&frame)) fail(line, error->message);
+  if (const std::string why = call.make(handler); !why.empty()) fail(line, why);
   expect(line, cudaDeviceSynchronize());
 
   for (auto& array : call.out) {
@@ -197,11 +89,12 @@ void make(const std::string& line, Call& call, XLA_FFI_Handler* handler, bool an
 int main(int, char** argv) {
   void* library = dlopen(argv[1], RTLD_NOW);
   if (!library) fail(argv[1], dlerror());
+  reinterpret_cast<void (*)(const char*, const char*)>(dlsym(library, "jax_fusednorm_configure"))(argv[3], argv[4]);
   std::ifstream calls(argv[2]);
   std::mt19937 random(1);
   int made = 0;
   for (std::string line; std::getline(calls, line); ++made) {
-    Call call = parse(line);
+    Call call = frame::parse(line);
     const auto handler = reinterpret_cast<XLA_FFI_Handler*>(dlsym(library, call.handler.c_str()));
     if (!handler) fail(line, dlerror());
     for (bool any_integer : {false, true}) make(line, call, handler, any_integer, random);

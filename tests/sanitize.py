@@ -4,7 +4,7 @@
 
 Lowers the ops and their derivatives for cuda, in every dtype, and has sanitize.cc make each custom call it finds there, once, on arrays
 of their own: a byte beyond one is an error. (JAX itself ends with a segmentation fault under compute-sanitizer, more often than not.)
-The widths take every step of metal_src/launch/shape.h, with idle threads and without. Needs the cuda kernels, nvcc and a GPU.
+The widths take every step of metal_src/launch/shape.h, with idle threads and without. Needs a GPU, and nvcc for the program that makes the calls.
 """
 
 import functools
@@ -20,8 +20,9 @@ import jax.numpy as jnp
 
 import jax_fusednorm
 import plain
-from jax_fusednorm.core import ffi
+from jax_fusednorm.core import cuda, ffi
 
+ROOT = pathlib.Path(__file__).parent.parent
 WIDTHS = (8, 512, 520, 1024, 1032, 2048, 2056, 4096, 4104, 6144, 8192, 8200, 16384, 16392, 7, 255, 257, 4097)
 ROWS = 5  # the last block of narrow rows is not full
 SEVERAL = ((265, 8192), (529, 4096))  # more rows than teams: each takes two or three
@@ -115,12 +116,13 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         program, calls = pathlib.Path(folder, "sanitize"), pathlib.Path(folder, "calls")
         source = pathlib.Path(__file__).with_suffix(".cc")
-        subprocess.run(["nvcc", "-std=c++17", "-O2", f"-I{jax.ffi.include_dir()}", source, "-o", program], check=True)
+        subprocess.run(["nvcc", "-std=c++17", "-O2", f"-I{jax.ffi.include_dir()}", f"-I{ROOT / 'metal_src'}", source, "-o", program], check=True)
         lines = {}  # a set that keeps its order
         for f, operands in programs():
             lines |= dict.fromkeys(custom_calls(f.trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo").operation))
         calls.write_text("\n".join(lines))
-        done = subprocess.run([*sys.argv[1:], program, ffi.library("cuda").handle._name, calls], check=False)
+        done = subprocess.run([*sys.argv[1:], program, ffi.library("cuda").handle._name, calls, "\n".join(cuda.nvrtc_paths()),
+                               cuda.cache_folder()], check=False)
     return done.returncode
 
 

@@ -73,8 +73,8 @@ def _norms():
 
 
 def _gated():
-    for rows, width, size, start in (((4, 2), 24, 12, None), ((4, 2), 24, 4, None), ((8,), 48, 24, None), ((8,), 48, 8, 3), ((4, 2), 24, 12, 3), ((4,), 24, None, 4),
-                                     ((1, 3), 24, 6, None), ((1, 3), 24, 12, 0), ((), 16, 8, None), ((2, 3), 16, None, None)):
+    for rows, width, size, start in (((4, 2), 24, 12, None), ((4, 2), 24, 4, None), ((8,), 48, 24, None), ((8,), 48, 8, 3), ((4, 2), 24, 12, 3),
+                                     ((4,), 24, None, 4), ((1, 3), 24, 6, None), ((1, 3), 24, 12, 0), ((), 16, 8, None), ((2, 3), 16, None, None)):
         op, form = (functools.partial(f, group_size=size, gate_start=start) for f in (fused.gated_group_rms_norm, plain.gated_group_rms_norm))
         of, wide = "AB"[:len(rows)] + "i", width if start is None else width + 8
         args = plain.draw(1, (*rows, width)), plain.draw(2, (*rows, wide)), plain.draw_scale(3, width, "float32")
@@ -92,7 +92,8 @@ def _matmuls():
             args = plain.draw(1, (*rows, k)), plain.draw(2, (n, k) if transposed else (k, n)), plain.draw_scale(3, normed, "float32")
             of = "AB"[:len(rows)]
             yield Case(f"matmul, transpose_b={transposed}", functools.partial(fused.matmul_partial_rms_norm, transpose_b=transposed),
-                       functools.partial(_matmul_form, transpose_b=transposed), args, (of + "k", "nk" if transposed else "kn", "d"), (of + "d", of + "m"), 3)
+                       functools.partial(_matmul_form, transpose_b=transposed), args,
+                       (of + "k", "nk" if transposed else "kn", "d"), (of + "d", of + "m"), 3)
 
 
 def _turned(y, positions):
@@ -130,13 +131,15 @@ def _heads():
                    (q, scales[0], positions), ("ABCd", "d", "AB"), ("ABCd", "ACBd"), 2)
         yield Case("head_rms_norm_rope, one sequence's positions", fused.head_rms_norm_rope, lambda *a: _heads_form(*a)[0],
                    (q, scales[0], positions[0]), ("ABCd", "d", "B"), ("ABCd",), 2)
-        yield Case("head_rms_norm_rope with a table", _tabled, _tabled_form, (q, scales[0], table, positions), ("ABCd", "d", "pe", "AB"), ("ABCd",), 3)
+        yield Case("head_rms_norm_rope with a table", _tabled, _tabled_form, (q, scales[0], table, positions),
+                   ("ABCd", "d", "pe", "AB"), ("ABCd",), 3)
         yield Case("qk_rms_norm_rope", fused.qk_rms_norm_rope, _qk_form, (q, k, *scales, positions), ("ABCd", "ABGd", "d", "e", "AB"),
                    ("ABCd", "ABGd"), 4)
 
 
 def _paged(q, pages, page_table, lengths, scale, table, offsets, layer, k=None, v=None, **options):
-    out, cache = fused.qk_rms_norm_rope_paged(q, fused.PagedKVCache(pages, page_table, lengths), scale, scale, table, offsets, layer=layer, k=k, v=v, **options)
+    cache = fused.PagedKVCache(pages, page_table, lengths)
+    out, cache = fused.qk_rms_norm_rope_paged(q, cache, scale, scale, table, offsets, layer=layer, k=k, v=v, **options)
     return out, cache.pages
 
 
@@ -211,7 +214,8 @@ class Draw:
     def __str__(self):
         types = [t.name for t in self.mesh.axis_types]
         inside = f" over {self.manual}, {self.in_specs}" if self.manual else ""
-        return f"{self.case}{', backward,' if self.backward else ''} in {self.mode}{inside} on {dict(self.mesh.shape)} {types}, cut {self.specs}, merged {self.merged}"
+        return f"{self.case}{', backward,' if self.backward else ''} in {self.mode}{inside} on " \
+               f"{dict(self.mesh.shape)} {types}, cut {self.specs}, merged {self.merged}"
 
     def _uneven(self, shape, spec):
         return any(n % math.prod(self.mesh.shape[name] for name in entry or ()) for n, entry in zip(shape, spec))

@@ -2,10 +2,6 @@
 
 import collections
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +14,6 @@ from jax_fusednorm.core import ffi
 from ops import assert_trees_close, every_op, loss
 from plain import draw, draw_scale
 
-ROOT = pathlib.Path(__file__).parent.parent
 needs_gpu = pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs a GPU")
 
 
@@ -37,27 +32,19 @@ def test_a_program_for_cuda_is_lowered_without_a_gpu(library, tested):
         assert text.count(f"custom_call @jax_fusednorm_cuda_{kernel}_v{ffi.ABI}(") == 1
 
 
-def test_without_the_library_explain_says_how_to_get_it(monkeypatch):
+def test_without_the_library_explain_says_why(monkeypatch):
     monkeypatch.setattr(ffi, "_find", lambda launcher: (None, None))
     ffi.library.cache_clear()
     try:
         x = jnp.ones((2, 8))
         decision = jax_fusednorm.explain(jax_fusednorm.rms_norm, x)["cuda"]
-        assert decision.runs == "jnp" and "-C cmake.define.JAX_FUSEDNORM_CUDA=ON" in decision.why
-        with pytest.raises(NotImplementedError, match="rms_norm: implementation='cuda' was asked for, but .*JAX_FUSEDNORM_CUDA=ON"):
+        assert decision.runs == "jnp" and decision.why == "the cuda kernels are not built: they are built on Linux only"
+        with pytest.raises(NotImplementedError, match="rms_norm: implementation='cuda' was asked for, but .*built on Linux only"):
             call = functools.partial(jax_fusednorm.rms_norm, implementation="cuda")
             jax.jit(call).trace(x).lower(lowering_platforms=("cuda",))
     finally:
         monkeypatch.undo()
         ffi.library.cache_clear()
-
-
-def test_asking_for_cuda_without_nvcc_is_an_error(tmp_path):
-    pytest.importorskip("cmake")
-    done = subprocess.run([sys.executable, "-m", "cmake", "-S", ROOT / "metal_src", "-B", tmp_path, "-DJAX_FUSEDNORM_CUDA=ON",
-                           f"-DPython_EXECUTABLE={sys.executable}"], check=False,
-                          env={**os.environ, "CUDACXX": "/nonexistent/nvcc"}, capture_output=True, text=True)
-    assert done.returncode and "JAX_FUSEDNORM_CUDA is ON, but there is no nvcc; put CUDA 12.8 or newer on the PATH" in " ".join(done.stderr.split())
 
 
 @needs_gpu
@@ -129,5 +116,5 @@ def test_a_call_that_no_kernel_takes_names_the_kernel():
 
     with pytest.raises(Exception, match="rms_norm: scale has 63 elements, but 64 were wanted"):
         call(jnp.ones(63))
-    with pytest.raises(Exception, match="the cuda library has no kernel rms_norm<bfloat, half, false>"):
-        call(jnp.ones(64, jnp.float16))
+    with pytest.raises(Exception, match="rms_norm: scale is of a dtype that has no kernel"):
+        call(jnp.ones(64, jnp.int32))

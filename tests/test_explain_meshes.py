@@ -76,7 +76,7 @@ def test_an_abstract_mesh_of_auto_axes(host_kernel):
     """As where JAX has no way to ask for devices."""
     primitive._wants_devices.discard(RMS_NORM.op.with_kernels)
     try:
-        sharding = NamedSharding(AbstractMesh((4,), ("b",)), P("b"))
+        sharding = NamedSharding(AbstractMesh((4,), ("b",), axis_types=(AUTO,)), P("b"))
         assert str(explain(rms_norm, jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding), platforms=("cpu",))["cpu"]) == \
             "jnp: the devices are not known while lowering"
     finally:

@@ -34,6 +34,8 @@ CALLS = {
     "positions": (partly, ((HEADS, P()), (SCALE, P()), (POSITIONS, P("b"))), 2),
     "the keys' heads alone": (qk_rms_norm_rope, ((HEADS, P("b")), (KEYS, P("b", None, "h")), (SCALE, P()), (SCALE, P()), (POSITIONS, P())), 4),
     "keys by another axis": (qk_rms_norm_rope, ((HEADS, P(None, "b")), (KEYS, P("h")), (SCALE, P()), (SCALE, P()), (POSITIONS, P())), 4),
+    "keys' batch by the axis of the queries' tokens":
+        (qk_rms_norm_rope, ((HEADS, P(None, "b")), (KEYS, P("b")), (SCALE, P()), (SCALE, P()), (POSITIONS, P())), 4),
     "rows over an axis of one device": (rms_norm_add, ((X, P("one")), (Y, P("one")), (SCALE, P())), 3),
 }
 
@@ -44,7 +46,10 @@ def test_operands_that_are_cut_unlike(host_kernel, name):
     mesh = jax.make_mesh((2, 2, 1), ("b", "h", "one"), axis_types=(AxisType.Explicit,) * 3)
 
     def both(*args):
-        f = lambda *active: (lambda out: out if isinstance(out, tuple) else (out,))(op(*active, *args[floats:]))  # pylint: disable=unnecessary-lambda-assignment
+        def f(*active):
+            out = op(*active, *args[floats:])
+            return out if isinstance(out, tuple) else (out,)
+
         return f(*args[:floats]), jax.grad(loss(f), tuple(range(floats)))(*args[:floats])
 
     want = jax.tree.map(np.asarray, jax.jit(both)(*(a for a, _ in operands)))

@@ -196,6 +196,8 @@ def test_what_is_checked_is_the_call_with_fewer_rows():
     assert small(None, ("*d",), (0, 300)) == ((0, 300),)
     assert small(None, ("*thd", "*t", "pc"), (2048, 32, 128), (2048,), (64, 2)) == ((5, 5, 128), (5,), (64, 2))
     assert small(None, ("*k", "nk", "d"), (64, 300), (500, 300), (20,), uncut="kn") == ((33, 300), (500, 300), (20,))
+    [tokens] = jax.export.symbolic_shape("t")
+    assert small(None, ("td",), (tokens, 300), uncut="t") == ((5, 300),)
 
 
 def test_a_difference_is_told_from_a_rounding():

@@ -108,7 +108,10 @@ def test_groups_straddle_the_devices_of_an_explicit_mesh(host_kernel, heads):
         for rows, cut in (((8, 2), P(names[0], None, "model") if len(names) == 2 else P(None, None, "model")), ((1, 3), P(None, None, "model"))):
             y, gate, scale = draw(1, (*rows, 48)), draw(2, (*rows, 48)), draw_scale(3, 48, "float32")
             f = functools.partial(gated_group_rms_norm, group_size=48 // heads)
-            both = lambda f: lambda *a: (f(*a), jax.grad(lambda *a: jnp.sin(f(*a)).sum(), (0, 1, 2))(*a))  # pylint: disable=unnecessary-lambda-assignment
+
+            def both(f):
+                return lambda *a: (f(*a), jax.grad(lambda *a: jnp.sin(f(*a)).sum(), (0, 1, 2))(*a))
+
             args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((y, cut), (gate, cut), (scale, P("model")))]
             with jax.set_mesh(mesh):
                 got = jax.jit(both(f))(*args)

@@ -6,12 +6,12 @@ import platform
 import jax
 
 import jax_fusednorm
-from jax_fusednorm.core import ffi, lowering, selfcheck
+from jax_fusednorm.core import cuda, ffi, lowering, selfcheck
 
 from . import calls
 
 VARIABLES = (lowering.VARIABLE, lowering.METAL_VARIABLE, selfcheck.VARIABLE, ffi.HOST_LEVEL, "JAX_FUSEDNORM_METAL_DRIVER",
-             "JAX_PLATFORMS")
+             cuda.CACHE_VARIABLE, "JAX_PLATFORMS")
 
 
 def describe():
@@ -27,6 +27,7 @@ def describe():
         for launcher in launchers:
             library = ffi.library(launcher)
             yield f"{launcher}: {library.about}; kernels: {', '.join(sorted(library.targets)) or 'none'}"
+    yield f"compiled CUDA kernels are kept in {cuda.cache_folder() or 'no folder'}"
 
 
 def decisions(tokens=(1, 8192)):

@@ -65,6 +65,13 @@ def heads(op, argument, value):
     return value
 
 
+def query_heads(op, queries, keys, *arrays):
+    """Of attention, each head of keys serves as many of queries. Inside shard_map a device may have any of them."""
+    if queries % keys and not any(jax.typeof(a).mat.varying for a in arrays):
+        swapped = "; are the two swapped?" if queries < keys else ""
+        fail(op, "q", f"of {queries} heads beside {keys} of keys", f"a multiple of the keys' {keys} was wanted{swapped}")
+
+
 def like(op, argument, value, first_argument, first):
     """An array of the same shape and dtype as `first`."""
     value = array(op, argument, value)

@@ -15,11 +15,13 @@ import numpy as np
 
 import jax_fusednorm
 
+from . import cuda
+
 HOST_LEVEL = "JAX_FUSEDNORM_HOST_LEVEL"  # read by the host launcher: the instruction set, v2, v3 or v4 of x86-64, where less is wanted than there is
 # Counts changes of the handlers' operands, attributes or results; part of every target's name.
 ABI = 1
 _PLATFORM = {"host": "cpu", "metal": "cpu", "cuda": "CUDA"}  # XLA's name of the platform each launcher's handlers are registered for
-_ABSENT = {"cuda": "they are asked for with `pip install . -C cmake.define.JAX_FUSEDNORM_CUDA=ON`, on a machine with nvcc"}
+_ABSENT = {"cuda": "they are built on Linux only"}
 _REBUILD = "reinstall with `pip install --force-reinstall --no-cache-dir jax_fusednorm` (in a checkout: `pip install -e .`)"
 
 
@@ -73,7 +75,27 @@ class Call:
     def __call__(self, kernel, results, *operands, aliases=None, **attributes):
         # the handlers' float attributes are float32
         attributes = {name: np.float32(value) if isinstance(value, float) else value for name, value in attributes.items()}
-        return jax.ffi.ffi_call(target(self.launcher, kernel), results, input_output_aliases=aliases)(*operands, **attributes)
+        return self._make(target(self.launcher, kernel), results, operands, aliases, attributes)
+
+    def _make(self, name, results, operands, aliases, attributes):
+        return jax.ffi.ffi_call(name, results, input_output_aliases=aliases)(*operands, **attributes)
+
+
+class Preparation(Call):
+    """The same without a call: the launcher compiles and loads what it would launch. Raises Unprepared where it cannot."""
+
+    def _make(self, name, results, operands, aliases, attributes):
+        handle = library(self.launcher).handle
+        single = not isinstance(results, (list, tuple))
+        line = cuda.line_of(name, operands, [results] if single else results, attributes)
+        why = handle.jax_fusednorm_prepare(getattr(handle, name), line.encode())
+        if why:
+            raise Unprepared(why.decode().removeprefix("jax_fusednorm: "))
+        return jax.tree.map(lambda r: jax.numpy.zeros(r.shape, r.dtype), results)
+
+
+class Unprepared(Exception):
+    """Why a launcher cannot run a call."""
 
 
 @functools.cache
@@ -90,6 +112,8 @@ def library(launcher):
         about = f"the library of the {launcher} kernels, {path.name}, {refusal}"
         warnings.warn(f"jax_fusednorm: {about}; running jnp instead. To fix it, {_REBUILD}.", stacklevel=2)
         return Library(about)
+    if launcher == "cuda":
+        cuda.configure(handle)
     for kernel in targets:
         capsule = jax.ffi.pycapsule(getattr(handle, target(launcher, kernel)))
         jax.ffi.register_ffi_target(target(launcher, kernel), capsule, platform=_PLATFORM[launcher])
@@ -150,6 +174,8 @@ def _load(path):
         handle.jax_fusednorm_status.restype = ctypes.c_char_p
     except AttributeError:
         raise _Refused("was built from other sources of this version") from None
+    if hasattr(handle, "jax_fusednorm_prepare"):
+        handle.jax_fusednorm_prepare.restype = ctypes.c_char_p
     return handle, stamp["targets"].split(",")
 
 

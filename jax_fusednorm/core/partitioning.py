@@ -102,8 +102,9 @@ class _Cuts:
         return on
 
     def _recut(self, mesh, on, names, rows):
-        """`on`, with rows cut over `names` too: each device gets whole rows, fewer of them. None where none divide. One dimension takes all the names,
-        for XLA gathers what it would have to send to two."""
+        """`on`, with rows cut over `names` too: each device gets whole rows, fewer of them. None where none divide.
+
+        One dimension takes all the names, for XLA gathers what it would have to send to two."""
         for row, size in rows.items():
             parts = (*on.get(row, ()), *names)
             if not self._clash(row, names, on) and size % _product(mesh, parts) == 0:

@@ -94,7 +94,7 @@ class _RowPrimitive:
     def _primitive(self, has_kernels):
         p = Primitive(self.name)
         p.multiple_results = True
-        p.def_abstract_eval(self._abstract)
+        p.def_abstract_eval(self._foreseen if has_kernels else self._abstract)
         p.def_impl(functools.partial(self._impl, p))
         batching.fancy_primitive_batchers[p] = self._batch
         inspection.register(p, self.reference)
@@ -115,6 +115,14 @@ class _RowPrimitive:
         # The reference's own: shapes, dtypes, shardings and varying axes agree by construction.
         return _out_avals(self.reference, avals, tuple(sorted(params.items())), jax.sharding.get_abstract_mesh(),
                           jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion)
+
+    def _foreseen(self, *avals, **params):
+        """On a GPU the kernels of a program are compiled side by side, while the rest of it is traced."""
+        if jax.default_backend() == "gpu" and lowering.uncovered(avals) is None:
+            for launcher in lowering.launchers_for("cuda", params["spec"].implementation):
+                if ffi.library(launcher).usable:
+                    selfcheck.start(self, launcher, avals, params)
+        return self._abstract(*avals, **params)
 
     def _impl(self, p, *operands, **params):
         with jax.disable_jit(False):  # under disable_jit the jit below would come back here for ever

@@ -1,7 +1,8 @@
-"""Whether a kernel can be trusted on the machine at hand: it runs once on small operands, and is compared with the reference.
+"""Whether a kernel can be trusted on the machine at hand, found out while a call is lowered, when the reference can still take its place.
 
-For launchers whose kernels meet their hardware first on a user's machine. What is compared is what an op declares anyway: its
-reference, its kernel, and the axes of its operands, so an op needs nothing more to be checked.
+For launchers whose kernels meet their hardware first on a user's machine. A Metal kernel runs once on small operands, and is compared with
+the reference; a CUDA kernel is compiled and loaded for the devices there are. What is checked is what an op declares anyway: its
+reference, its kernel, and the axes of its operands, so an op needs nothing more.
 """
 
 import concurrent.futures
@@ -17,8 +18,8 @@ import numpy as np
 from . import ffi
 from .sharding import dims_of, is_row
 
-LAUNCHERS = ("metal",)
-# Seconds that the first run of a kernel may take; 0: nothing is checked. The Metal launcher reads it too.
+LAUNCHERS = ("metal", "cuda")
+# Seconds that the first run of a kernel may take; 0: none is run to be checked. The Metal launcher reads it too.
 VARIABLE = "JAX_FUSEDNORM_SELF_CHECK"
 
 
@@ -38,8 +39,10 @@ _FEW = 5    # of any other axis that kernels only count
 
 failures = []  # what was said of each
 
-_lock = threading.Lock()
+_lock, _starting = threading.Lock(), threading.Lock()
 _found = {}
+_started = {}  # what is under way, or done: a thread of its own sees none of the contexts in which the caller lowers
+_threads = concurrent.futures.ThreadPoolExecutor(max(os.cpu_count() or 1, 2), "jax_fusednorm")
 
 
 def failure(primitive, launcher, avals, params):
@@ -47,23 +50,31 @@ def failure(primitive, launcher, avals, params):
 
     A kernel is checked when it is first wanted for such dtypes, such an axis of reduction and such options.
     """
-    if launcher not in LAUNCHERS or not ENABLED:
+    if launcher not in LAUNCHERS or not (ENABLED or launcher == "cuda"):
         return None
-    params = {**params, "spec": dataclasses.replace(params["spec"], implementation="jnp")}
-    shapes = _small(primitive, avals, params)
-    key = (primitive, launcher, shapes, tuple(sorted(params.items())))
+    key, check = start(primitive, launcher, avals, params)
     with _lock:
         if key in _found:
             return _found[key]
-        # a thread of its own sees none of the contexts in which the caller lowers
-        with concurrent.futures.ThreadPoolExecutor(1) as alone:
-            why = _found[key] = alone.submit(_run, primitive, launcher, shapes, params).result()
+        why = _found[key] = check.result()
     if why:
-        operands = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in shapes)
-        failures.append(f"the self-check of the {launcher} kernel of {primitive.name} failed, so calls like this one do without it. "
-                        f"On operands {operands}: {why}")
+        operands = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in key[2])
+        what = f"the {launcher} kernel of {primitive.name}"
+        said = f"{what} cannot be had" if launcher == "cuda" else f"the self-check of {what} failed"
+        failures.append(f"{said}, so calls like this one do without it. On operands {operands}: {why}")
         warnings.warn(f"jax_fusednorm: {failures[-1]}. Please report it, with the output of `python -m jax_fusednorm selftest`.", stacklevel=2)
     return why
+
+
+def start(primitive, launcher, avals, params):
+    """(what tells such calls from others, the future of why not), begun if nobody has: several kernels compile side by side."""
+    params = {**params, "spec": dataclasses.replace(params["spec"], implementation="jnp")}
+    shapes = _small(primitive, avals, params)
+    key = (primitive, launcher, shapes, tuple(sorted(params.items())))
+    with _starting:
+        if key not in _started:
+            _started[key] = _threads.submit(_prepare if launcher == "cuda" else _run, primitive, launcher, shapes, params)
+    return key, _started[key]
 
 
 def _small(primitive, avals, params):
@@ -76,7 +87,10 @@ def _small(primitive, avals, params):
                 most = left if is_row(dim) else _FEW
                 counted[dim] = min(size, most) if isinstance(size, int) else most  # an exported size may be a symbol
                 left = left // max(counted[dim], 1) if is_row(dim) else left
-    return tuple((tuple(counted.get(dim, size) for dim, size in zip(dims_of(axes, aval.ndim), aval.shape)), aval.dtype.name)
+    def small(dim, size):
+        return counted.get(dim, size if isinstance(size, int) else _FEW)
+
+    return tuple((tuple(small(dim, size) for dim, size in zip(dims_of(axes, aval.ndim), aval.shape)), aval.dtype.name)
                  for axes, aval in zip(operand_axes, avals))
 
 
@@ -116,13 +130,22 @@ def _run(primitive, launcher, shapes, params):
         with jax.disable_jit(False), jax.default_device(cpu):
             operands = jax.device_put(operands, cpu)
             got, want = (jax.device_get(jax.jit(f)(*operands)) for f in (
-                lambda *o: _kernel(primitive, launcher, o, params), lambda *o: primitive.reference(*o, **params)))
+                lambda *o: _kernel(primitive, ffi.Call(launcher), o, params), lambda *o: primitive.reference(*o, **params)))
             differences = [difference(g, w, tolerance(operands)) for g, w in zip(got, want)]
     except Exception as error:  # whatever it is, the kernel is not to be trusted
         return f"{type(error).__name__}: {error}"
     return next((f"result {i}: {d}" for i, d in enumerate(differences) if d), None)
 
 
-def _kernel(primitive, launcher, operands, params):
-    out = primitive.kernel(ffi.Call(launcher), *operands, **params)
+def _prepare(primitive, launcher, shapes, params):
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    try:
+        jax.eval_shape(lambda *o: _kernel(primitive, ffi.Preparation(launcher), o, params), *operands)
+    except ffi.Unprepared as error:
+        return str(error)
+    return None
+
+
+def _kernel(primitive, call, operands, params):
+    out = primitive.kernel(call, *operands, **params)
     return primitive.reference(*operands, **params) if out is NotImplemented else out

@@ -33,7 +33,10 @@ class Placed:
 
 
 def place(primitive, body, ctx, params, report):
-    """`body`, the kernel on whole operands, made right for the devices of `ctx`. report(why): called while XLA compiles, where it runs the reference."""
+    """`body`, the kernel on whole operands, made right for the devices of `ctx`.
+
+    report(why): called while XLA compiles, where it runs the reference.
+    """
     axes = ctx.module_context.axis_context
     inside = isinstance(axes, mlir.SPMDAxisContext)
     mesh = _mesh(ctx)
@@ -132,9 +135,9 @@ def cut_as(a, spec, mesh):
 
 
 def cut_over_the_same(a, b):
-    """Whether the same axes of an Explicit mesh cut both, and inside shard_map both vary over the same."""
+    """Whether an Explicit mesh cuts the tokens of both [..., T, H, D] alike, and by the same axes, and inside shard_map both vary over the same."""
     def axes(t):
-        return {name for entry in t.sharding.spec for name in _names(entry)}, t.mat.varying
+        return tuple(t.sharding.spec[:-2]), {name for entry in t.sharding.spec for name in _names(entry)}, t.mat.varying
     return axes(jax.typeof(a)) == axes(jax.typeof(b))
 
 

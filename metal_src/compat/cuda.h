@@ -1,15 +1,9 @@
-// MSL words for nvcc. Include every CUDA and system header before this, for it defines common words as macros.
+// MSL words for CUDA, compiled by NVRTC, which has no headers. This text goes in front of the kernels' (embed.py).
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-#include <type_traits>
 
 typedef unsigned int uint;
 typedef unsigned short ushort;
 typedef unsigned long ulong;
-typedef __nv_bfloat16 bfloat;
 
 #define SIMD_WIDTH 32
 #define UNROLL _Pragma("unroll")
@@ -32,7 +26,25 @@ static __device__ inline To as_type(From from) {
   return to;
 }
 
-// One instruction, where a conversion there and back takes a slow one and a shift: the upper half of a pair of which the lower is 0.
+// The storage types: each conversion is one instruction, and rounds to nearest even.
+struct bfloat {
+  ushort bits;
+  bfloat() = default;
+  explicit __device__ inline bfloat(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ inline operator float() const { return as_type<float>(uint(bits) << 16); }
+};
+struct half {
+  ushort bits;
+  half() = default;
+  explicit __device__ inline half(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ inline operator float() const {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+};
+
+// There and back in one instruction, where two would be a slow one and a shift: the upper half of a pair of which the lower is 0.
 #define ROUNDS_BFLOAT
 static __device__ inline float rounded_to_bfloat(float x) {
   uint pair;
@@ -40,7 +52,7 @@ static __device__ inline float rounded_to_bfloat(float x) {
   return as_type<float>(pair);
 }
 
-// x as it is now, in a register: nvcc would rather work it out once more where it is used, and keep what it was worked out from.
+// x as it is now, in a register: the compiler would rather work it out once more where it is used, and keep what it was worked out from.
 #define HELD_IN_REGISTER
 static __device__ inline float held(float x) {
   asm("" : "+f"(x));
@@ -74,6 +86,27 @@ static __device__ inline float quotient(float a, float b) {
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
   return a * inverse;
+}
+
+// What a kernel takes as its parameter number N, as a __global__ function takes it: buffers by address, the params by value.
+template <typename F, int N>
+struct Parameter;
+template <typename P, typename... Rest, int N>
+struct Parameter<void(P, Rest...), N> : Parameter<void(Rest...), N - 1> {};
+template <typename P, typename... Rest>
+struct Parameter<void(P*, Rest...), 0> {
+  typedef P* type;
+};
+template <typename P, typename... Rest>
+struct Parameter<void(const P&, Rest...), 0> {
+  typedef P type;
+};
+
+// A simdgroup is a warp, and it is one for all of a team: said so that the compiler knows.
+template <int SG>
+static __device__ inline uint simdgroup_of_thread() {
+  const uint simdgroup = threadIdx.x / SIMD_WIDTH;
+  return SG == 1 ? __shfl_sync(0xffffffffu, simdgroup, 0) : simdgroup;
 }
 
 #define inline __device__ inline

@@ -55,6 +55,7 @@ ffi::Error matmul_partial_rms_norm(launcher::Context context, In x, In weight, I
   const MatvecParams params{at.rows, at.width, y.width, launcher::strip};
   Launch multiply(transpose_b ? "matvec" : "vecmat");
   multiply.specialize(at.storage);
+  multiply.streams = transpose_b;
   bind(multiply, x);
   bind(multiply, weight);
   bind(multiply, product);

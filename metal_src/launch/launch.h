@@ -27,6 +27,7 @@ struct Launch {
   int element_bytes;          // of each of them
   bool heads = false;         // they are heads, which are narrower than rows
   bool aligned = true;        // rows of whole packs start at multiples of a pack
+  bool streams = false;       // it keeps little, and should have much on its way
   uint32_t kept;              // rows that a team keeps between its sweeps, where that takes memory of its own
   size_t bytes;               // that one team moves
   const void* params;

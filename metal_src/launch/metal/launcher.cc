@@ -1,17 +1,13 @@
 #include "launch/metal/launcher.h"
 
 #include <atomic>
-#include <cctype>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <memory>
 #include <mutex>
 
-#include "kernel_texts.h"
 #include "launch/metal/metal.h"
 #include "launch/metal/trial.h"
-#include "launch/shape.h"
+#include "launch/text.h"
 
 namespace launcher {
 namespace {
@@ -26,13 +22,6 @@ ffi::Error failed(ffi::ErrorCode code, const std::string& what, char* why) {
   return ffi::Error(code, message);
 }
 
-// The text that defines a kernel; null if there is none.
-const char* text_of(const char* kernel) {
-  for (auto* each = kernel_texts; each->kernel; ++each)
-    if (!std::strcmp(each->kernel, kernel)) return each->text;
-  return nullptr;
-}
-
 // A kernel with all its template arguments, compiled when first wanted.
 struct Instance {
   std::mutex lock;
@@ -45,42 +34,13 @@ struct Together {
   std::atomic<bool> proven{false};
 };
 
-// The one of that name. They live as long as the process: calls may be under way when it ends.
-template <typename T>
-T& named(const std::string& name) {
-  static std::mutex& lock = *new std::mutex;
-  static auto& all = *new std::map<std::string, std::unique_ptr<T>>;
-  std::lock_guard<std::mutex> guard(lock);
-  auto& found = all[name];
-  if (!found) found = std::make_unique<T>();
-  return *found;
-}
-
 ffi::Error compile(const Launch& launch, const std::string& name, MetalPipeline* pipeline) {
   const char* const text = text_of(launch.kernel);
   if (!text) return ffi::Error(ffi::ErrorCode::kUnimplemented, "the Metal library has no kernel " + name);
-  std::string function = name;
-  for (char& c : function)
-    if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+  const std::string function = word_of(name);
   const std::string line = "template [[host_name(\"" + function + "\")]] [[kernel]] decltype(" + name + ") " + name + ";\n";
   char* const error = metal_compile((text + line).c_str(), function.c_str(), pipeline);
   return error ? failed(ffi::ErrorCode::kInternal, "Metal does not compile " + name, error) : ffi::Error::Success();
-}
-
-// The kernel's name with all its template arguments.
-std::string spelled(const Launch& launch, const Shape& shape) {
-  std::string name = ::spelled(launch);
-  name.pop_back();
-  for (int number : {shape.v, shape.r, shape.sg, shape.teams}) name += ", " + std::to_string(number);
-  return name + ">";
-}
-
-int threads_of(const Shape& shape) { return shape.teams * shape.sg * simd_width; }
-
-// The shape that a width wants, if a threadgroup may have `most` simdgroups.
-Shape shape_within(const Launch& launch, int most) {
-  return launch.heads ? shape_of_head(launch.width, launch.element_bytes, most)
-                      : shape_of(launch.width, launch.element_bytes, launch.aligned, most);
 }
 
 // A compiled kernel and its shape: the one that the width wants, or one with fewer threads if the kernel's registers allow no more.
@@ -116,9 +76,8 @@ ffi::Error attempt(const Launch* launches, int count) {
     MetalPipeline pipeline;
     if (ffi::Error error = prepare(*launch, &shape, &name, &pipeline); error.failure()) return error;
     for (int i = 0; i < launch->buffer_count; ++i) arrays[dispatched][i] = {launch->buffers[i], launch->buffer_bytes[i], launch->written[i]};
-    const uint32_t groups = uint32_t((uint64_t(launch->teams) + shape.teams - 1) / shape.teams);
-    dispatches[dispatched] = {pipeline, arrays[dispatched], launch->buffer_count, launch->params, launch->params_bytes, groups,
-                              uint32_t(threads_of(shape)), size_t(scratch_of(shape))};
+    dispatches[dispatched] = {pipeline, arrays[dispatched], launch->buffer_count, launch->params, launch->params_bytes,
+                              groups_of(*launch, shape), uint32_t(threads_of(shape)), size_t(scratch_of(shape))};
     names += (dispatched++ ? ", " : "") + name;
   }
   char* const error = dispatched ? metal_run(dispatches, dispatched) : nullptr;
@@ -132,7 +91,7 @@ ffi::Error run(Context&, const Launch* launches, int count) {
   std::string names;
   for (const Launch* launch = launches; launch < launches + count; ++launch)
     if (launch->teams)
-      names += (names.empty() ? "" : ", ") + spelled(*launch, shape_within(*launch, most_simdgroups)) + " of width " + std::to_string(launch->width);
+      names += (names.empty() ? "" : ", ") + spelled(*launch, shape_within(*launch)) + " of width " + std::to_string(launch->width);
   if (names.empty() || !trial_seconds()) return attempt(launches, count);
   Together& together = named<Together>(names);
   if (together.proven) return attempt(launches, count);
