@@ -12,7 +12,7 @@ import pytest
 import faulted
 
 FAULTS = faulted.every()
-AREAS = ("apple", "kernels", "python")
+AREAS = ("apple", "cuda", "kernels", "python")
 
 
 @functools.cache
