@@ -4,6 +4,7 @@ import functools
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 
 import jax
@@ -14,7 +15,7 @@ LAUNCHER = SOURCES / "launch" / "metal"
 
 
 class Built:
-    """The program under compiler flags of its own. One of the launcher's sources may be changed."""
+    """The program under compiler flags of its own. One of the launcher's sources, or a header that launchers share, may be changed."""
 
     def __init__(self, folder, standin, *flags):
         self.folder, self.standin = folder, standin
@@ -23,10 +24,10 @@ class Built:
                       "-isystem", jax.ffi.include_dir()]
         self.objects = [self.compile(path) for path in (TESTS / "metal_launcher.cc", *sorted(LAUNCHER.glob("*.c*")))]
 
-    def compile(self, path):
+    def compile(self, path, *first):
         made = self.folder / f"{path.name}.o"
         language = ["-x", "c", "-std=gnu11"] if path.suffix == ".c" else ["-std=c++17"]
-        subprocess.run([self.compiler, *language, *self.flags, "-c", path, "-o", made], check=True)
+        subprocess.run([self.compiler, *language, *first, *self.flags, "-c", path, "-o", made], check=True)
         return made
 
     def program(self, changed=None):
@@ -34,11 +35,15 @@ class Built:
         made = list(self.objects)
         if changed:
             name, old, new = changed
-            text = (LAUNCHER / name).read_text()
+            source = SOURCES / "launch" / name if name.endswith(".h") else LAUNCHER / name
+            text = source.read_text()
             assert old in text
-            path = self.folder / f"changed_{name}"
+            path = self.folder / "changed" / source.relative_to(SOURCES)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text.replace(old, new))
-            made[[o.name for o in made].index(f"{name}.o")] = self.compile(path)
+            name, path = ("launcher.cc", LAUNCHER / "launcher.cc") if name.endswith(".h") else (name, path)
+            made[[o.name for o in made].index(f"{name}.o")] = self.compile(path, f"-I{self.folder / 'changed'}")
+            shutil.rmtree(self.folder / "changed")
         program = self.folder / "program"
         subprocess.run([self.compiler, *self.flags, *made, "-o", program, "-ldl", "-pthread"], check=True)
         return functools.partial(self.run, program)

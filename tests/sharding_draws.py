@@ -36,6 +36,9 @@ class Case:
     def bound(self, implementation):
         return lambda *args: _tuple(self.op(*args, implementation=implementation))
 
+    def plain(self):
+        return lambda *args: _tuple(self.form(*args))
+
     def want(self):
         """The results of the reference on one device, and its cotangents."""
         return _wants(next(family for family in families() if self in family))[self]

@@ -70,6 +70,35 @@ def test_shard_map_over_the_heads_of_queries_alone(host_kernel, kind):
     assert_trees_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), rtol=1e-4, atol=1e-4)
 
 
+def test_explicit_axes_that_shard_map_leaves(host_kernel):
+    """Heads over one of them, and batch by hand over another: forward and backward."""
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    f = jax.shard_map(lambda q, k: qk_rms_norm_rope(q, k, SCALE, SCALE, POSITIONS[0]), mesh=mesh, in_specs=P("b"), out_specs=P("b"), axis_names={"b"})
+
+    def both(f):
+        return lambda *a: (f(*a), jax.grad(loss(f), (0, 1))(*a))
+
+    want = jax.jit(both(lambda q, k: qk_rms_norm_rope(q, k, SCALE, SCALE, POSITIONS[0])))(HEADS, KEYS)
+    for keys in (P("b", None, "h"), P("b")):
+        with jax.set_mesh(mesh):
+            got = jax.jit(both(f))(*(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((HEADS, P("b", None, "h")), (KEYS, keys))))
+        assert_trees_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), rtol=1e-4, atol=1e-4)
+
+
+def test_a_table_whose_gradient_is_taken_through_shard_map_beside_explicit_axes(host_kernel):
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    f = jax.shard_map(tabled, mesh=mesh, in_specs=(P("b"), P(), P(), P("b")), out_specs=P("b"), axis_names={"b"})
+    args = HEADS, SCALE, rope_table(8, 8), POSITIONS
+
+    def gradients(f):
+        return jax.grad(loss(lambda *a: (f(*a, POSITIONS),)), (0, 1, 2))
+
+    want = jax.jit(gradients(tabled))(*args[:3])
+    with jax.set_mesh(mesh):
+        got = jax.jit(gradients(f))(*(jax.device_put(a, NamedSharding(mesh, P("b") if a is HEADS else P())) for a in args[:3]))
+    assert_trees_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), rtol=1e-4, atol=1e-4)
+
+
 def test_new_keys_cut_unlike_the_cache(host_kernel):
     want = want_of(arrays, Q, CACHE, K, V)
     arrays.implementation = None

@@ -110,7 +110,7 @@ def test_a_function_that_is_not_there_is_named(run, disk, place, function):
 CHANGES = {
     "raced": (
         (("buffers.c", "pthread_mutex_lock(&kept.lock);\n  for", "for"), "data race", ("threads", 8, 200), COPIES),
-        (("launcher.cc", "std::lock_guard<std::mutex> guard(lock);", ""), "data race", ("threads", 8, 200), {}),
+        (("text.h", "std::lock_guard<std::mutex> guard(lock);", ""), "data race", ("threads", 8, 200), {}),
         (("trial.cc", "    std::lock_guard<std::mutex> guard(trial->lock);", ""), "data race", ("threads", 8, 5), {}),
     ),
     "checked": (

@@ -118,7 +118,7 @@ def test_numbers_of_64_bits_are_not_cut_to_those_of_a_page(implementation):
     q, cache, *others = args
     far = [dataclasses.replace(cache, page_table=np.asarray(cache.page_table).astype(np.int64) + 2**32),
            dataclasses.replace(cache, lengths=np.asarray(cache.lengths).astype(np.int64) + 2**32)]
-    layers = (1, 1, np.int64(2**32), 2**32)
+    layers = (1, 1, np.array(2**32), np.array(2**62))
     for cache, layer in zip((*far, cache, cache), layers):
         _, got = qk_rms_norm_rope_paged(q, cache, *others, **arrays, **static, layer=layer, implementation=implementation)
         oracle.assert_same_bits(got.pages, cache.pages)

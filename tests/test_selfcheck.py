@@ -90,7 +90,7 @@ def test_a_fault_is_found_warned_of_once_and_passed_over(host_kernel):
 def on_a_mac(standin, host_kernel, monkeypatch):
     """As if it were one, on which nothing is known yet."""
     for owner, name, value in ((lowering, "on_apple_silicon", lambda: True), (lowering, "METAL_MIN_BYTES", 0), (selfcheck, "ENABLED", True),
-                               (selfcheck, "_found", {}), (selfcheck, "failures", [])):
+                               (selfcheck, "_found", {}), (selfcheck, "_started", {}), (selfcheck, "failures", [])):
         monkeypatch.setattr(owner, name, value)
     return standin
 

@@ -34,7 +34,7 @@ def run_alone(draw, program, args):
         return jax.jit(program)(*args)
     except Exception as error:  # pylint: disable=broad-except
         try:
-            jax.jit(draw.program(draw.case.form))(*args)
+            jax.jit(draw.program(draw.case.plain()))(*args)
         except type(error):
             return None
         raise AssertionError(f"{draw}: {error}") from error
@@ -60,7 +60,7 @@ def checked(rng):
         # what Auto axes alone cut raises in no form
         error = raised(draw, draw.case.bound("auto"), placed) if sharding_draws.EXPLICIT in mesh.axis_types else None
         if error is not None:
-            of_form = raised(draw, draw.case.form, placed)
+            of_form = raised(draw, draw.case.plain(), placed)
             assert type(of_form) is type(error), f"{draw}: {error!r}, and the jnp form: {of_form!r}"
             refused += 1
         elif draw.mode == "eager":

@@ -67,7 +67,7 @@ def heads(op, argument, value):
 
 def query_heads(op, queries, keys, *arrays):
     """Of attention, each head of keys serves as many of queries. Inside shard_map a device may have any of them."""
-    if queries % keys and not any(jax.typeof(a).mat.varying for a in arrays):
+    if keys and queries % keys and not any(jax.typeof(a).mat.varying for a in arrays):
         swapped = "; are the two swapped?" if queries < keys else ""
         fail(op, "q", f"of {queries} heads beside {keys} of keys", f"a multiple of the keys' {keys} was wanted{swapped}")
 

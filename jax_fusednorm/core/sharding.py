@@ -53,7 +53,7 @@ def place(primitive, body, ctx, params, report):
     if not jax.config.jax_use_shardy_partitioner:
         return Placed(why="the Shardy partitioner is off")
     if explicit and not auto:
-        return _in_shard_map(primitive, ctx, params, mesh)
+        return _in_shard_map(primitive, ctx, params, mesh, inside)
     if inside:
         return Placed(why="shard_map leaves Auto axes, whose shardings cannot be seen inside")
     if axes.device_assignment is None:
@@ -134,10 +134,10 @@ def cut_as(a, spec, mesh):
     return a if tuple(jax.typeof(a).sharding.spec) == tuple(spec) else jax.sharding.reshard(a, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def cut_over_the_same(a, b):
-    """Whether an Explicit mesh cuts the tokens of both [..., T, H, D] alike, and by the same axes, and inside shard_map both vary over the same."""
+def cut_alike(a, b):
+    """Whether an Explicit mesh cuts the tokens of both [..., T, H, D] alike, and inside shard_map both vary over the same axes."""
     def axes(t):
-        return tuple(t.sharding.spec[:-2]), {name for entry in t.sharding.spec for name in _names(entry)}, t.mat.varying
+        return tuple(t.sharding.spec[:-2]), t.mat.varying
     return axes(jax.typeof(a)) == axes(jax.typeof(b))
 
 
@@ -157,7 +157,7 @@ def tangent_of(out, *tangents):
     return cut_as(total, own.spec, own.mesh)
 
 
-def _in_shard_map(primitive, ctx, params, mesh):
+def _in_shard_map(primitive, ctx, params, mesh, inside):
     operand_axes, result_axes = primitive.axes(params)
     on = {}  # dimension -> the mesh axes it is cut over
     for axes, aval in zip(operand_axes, ctx.avals_in):
@@ -173,11 +173,13 @@ def _in_shard_map(primitive, ctx, params, mesh):
     as_they_are = [tuple(map(_names, v.sharding.spec)) for v in ctx.avals_in]
     if as_they_are != [tuple(map(_names, s)) for s in in_specs]:
         return Placed(why="the operands are cut in different ways")
+    unlike = any(is_row(axes) and not set(on).issubset(dims_of(axes, v.ndim)) for axes, v in zip(result_axes, ctx.avals_out))
+    if inside and unlike:  # the outer shard_map must know what each result varies over
+        return Placed(why="the operands are cut in different ways")
 
     explicit = frozenset(n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit)
 
     def local(*operands):
         return summed(primitive, primitive.bind(*operands, **params), operand_axes, result_axes, on)
 
-    # keys beside queries whose heads are cut are the same on those devices, which JAX cannot tell
-    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit, check_vma=False), ctx)
+    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit), ctx)

@@ -58,6 +58,7 @@ def qk_rms_norm_rope(q, k, q_scale, k_scale, positions, *, num_heads=None, num_k
     if packed:
         q = checks.activation(op, "q", q)
         columns = _columns(op, q, given, num_heads, num_kv_heads, q_start, k_start, v_start)
+        checks.query_heads(op, columns["num_heads"], columns["num_kv_heads"], q)
         width = columns["width"]
     else:
         columns = {}
@@ -69,6 +70,7 @@ def qk_rms_norm_rope(q, k, q_scale, k_scale, positions, *, num_heads=None, num_k
         for what, got, wanted in (("dtype", k.dtype, q.dtype), ("shape", (*k.shape[:-2], k.shape[-1]), (*q.shape[:-2], q.shape[-1]))):
             if got != wanted:
                 checks.fail(op, "k", f"of {what} {getattr(k, what)}", f"q has {what} {getattr(q, what)}, and the two may differ in their heads alone")
+        checks.query_heads(op, q.shape[-2], k.shape[-2], q, k)
         width = q.shape[-1]
     scales = [checks.scale(op, f"{name}_scale", scale, width) for name, scale in (("q", q_scale), ("k", k_scale))]
     options, frequencies = _heads.make_options(op, width, theta, rope_dim, style, placement, freq_factors, freqs_cis, multiply_before_cast,
@@ -83,7 +85,7 @@ def qk_rms_norm_rope(q, k, q_scale, k_scale, positions, *, num_heads=None, num_k
     if packed:
         return tuple(PACKED.bind(q, positions, frequencies, *scales, spec=spec))
     k = sharding.whole(k)
-    if not sharding.cut_over_the_same(q, k):  # the heads of one alone: the other's result is the same on all devices, and says so
+    if not sharding.cut_alike(q, k):  # so that in shard_map over the heads of one the other's result is known to be the same on all devices
         alone = _heads.Spec(**dataclasses.asdict(spec))
         return tuple(_heads.HEAD_RMS_NORM_ROPE.bind(x, _heads.checked_positions(op, positions, x, frequencies), frequencies, scale, spec=alone)[0]
                      for x, scale in zip((q, k), scales))

@@ -73,6 +73,7 @@ def qk_rms_norm_rope_paged(q, cache, q_scale, k_scale, freqs_cis, input_row_offs
     if packed:
         q_start = _columns_start(op, "q_start", q_start, q, num_heads, width)
         starts = {name: None if start is None else _columns_start(op, name, start, q, heads, width) for name, start in starts.items()}
+    checks.query_heads(op, num_heads if packed else q.shape[1], heads, q, pages)
     for (argument, array), (column, start) in zip((("k", k), ("v", v)), starts.items()):
         if start is not None and (array is not None or not packed):
             checks.fail(op, column, f"{start}", f"it stands for `{argument}` where `q` is a fused projection, [T, W]: give one of the two")
