@@ -58,13 +58,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    """How many planted faults were caught; what random tests drew, from every process of the tests."""
     if config.getoption("--faults"):
         caught, missed = ([r for r in terminalreporter.stats.get(kind, ()) if "test_the_fault_is_caught" in r.nodeid] for kind in ("passed", "failed"))
         terminalreporter.write_line(f"{len(caught)} of {len(caught) + len(missed)} planted faults caught")
-
-
-def pytest_terminal_summary(terminalreporter):
-    """What random tests drew, from every process of the tests."""
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         for name, value in report.user_properties:
             if name == "drawn" and report.when == "call":

@@ -75,7 +75,7 @@ class _Chosen:
         self._name, self._context = name, None
 
     def __enter__(self):
-        self._context = _default(self._name)
+        self._context = _default(None if self._name == _process_default else self._name)  # else jit would trace again for nothing
         self._context.__enter__()
 
     def __exit__(self, *raised):
