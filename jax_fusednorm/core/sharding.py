@@ -182,4 +182,5 @@ def _in_shard_map(primitive, ctx, params, mesh, inside):
     def local(*operands):
         return summed(primitive, primitive.bind(*operands, **params), operand_axes, result_axes, on)
 
-    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit), ctx)
+    # keys beside queries whose heads are cut are the same on those devices, which JAX cannot tell
+    return Placed(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=explicit, check_vma=inside), ctx)
